@@ -1,0 +1,76 @@
+"""Weight versions as data: what a publish committed, where to pull it from, what an engine serves."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TensorSlice(_Frozen):
+    """A run of bytes of one tensor inside a partition."""
+
+    name: str
+    """Hugging Face name of the parameter."""
+    dtype: str
+    """torch's name, without the module: bfloat16, float32."""
+    shape: list[int]
+    """Shape of the whole tensor."""
+    start: int
+    """First byte of the tensor (row-major) that is in this partition."""
+    nbytes: int
+    offset: int
+    """Where the bytes begin inside the partition."""
+
+
+class Partition(_Frozen):
+    """A bounded slice of a weight version: the unit of streaming, hashing and delta."""
+
+    index: int
+    nbytes: int
+    slices: list[TensorSlice]
+
+
+class Plan(_Frozen):
+    """Deterministic layout of a version; equal for sender and receiver of the same model."""
+
+    partitions: list[Partition]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.partitions)
+
+
+class WeightManifest(_Frozen):
+    """Commits a version. Written last."""
+
+    version: int
+    train_step: int
+    plan: Plan
+    hashes: list[str]
+    """xxh3-128 of each partition's bytes, as hex, in order."""
+    digest: str
+    """xxh3-128 over the concatenated binary partition hashes: the name of the weights' content."""
+
+
+class WeightSource(_Frozen):
+    """Where a receiver pulls a version from."""
+
+    version: int
+    transport: Literal["shm", "store"]
+    address: str
+    """shm: path of the publisher's unix socket; store: path of the version's folder below the store's root."""
+    store: str = ""
+    """URL of the store (transport ``store``)."""
+
+
+class Served(_Frozen):
+    """What an engine serves, computed from what it loaded, never copied from what it was told."""
+
+    version: int
+    digest: str
+    nbytes: int = 0
+    seconds: float = 0.0
+    pause_seconds: float = 0.0
