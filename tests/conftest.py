@@ -1,0 +1,75 @@
+"""Fixtures that several rooms share: a tiny random model in a Hugging Face folder, made once for each session."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MakeModel = Callable[..., Path]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer without merges: every byte is one token, so any text encodes and digits stay single."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """``make_model(family="llama", seed=0, **config) -> Path``: a random float32 model with tied embeddings.
+
+    Hidden size 64, 2 layers, 4 query heads over 2 key heads, vocabulary 259, context 512, standard deviation 0.2 so
+    that its distributions are far from uniform. ``config`` overrides fields of the family's configuration.
+    """
+
+    def make(family: str = "llama", seed: int = 0, **config: object) -> Path:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        folder = tmp_path_factory.mktemp(family)
+        fields: dict[str, object] = {
+            "vocab_size": 259,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.2,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(fields | config)))
+        model.to(torch.float32).save_pretrained(folder)
+        write_tokenizer(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(make_model: MakeModel) -> Path:
+    """A tiny random Llama with a byte tokenizer and a ChatML template. Read only: tests copy it to change it."""
+    return make_model()
