@@ -1,0 +1,190 @@
+"""The job server inside every engine process: submit, wait, cancel, over HTTP, manifests only.
+
+A job's id is its content key, so submitting the same work twice attaches to the running job or returns its result: a
+controller that was killed and started again loses nothing. Every request carries the campaign's token, the engine's
+epoch (a client of an older engine is refused) and the campaign's attempt (an older attempt of the campaign is refused).
+"""
+
+import hmac
+import json
+import os
+import queue
+import socket
+import threading
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import Depends, FastAPI, HTTPException, Request
+
+KEPT_JOBS = 512
+"""Finished jobs whose results are remembered."""
+
+
+class Job:
+    """One unit of work. ``execute`` may look at ``cancelled`` and call ``progress``."""
+
+    def __init__(self, id: str, method: str, params: dict[str, Any]) -> None:
+        self.id, self.method, self.params = id, method, params
+        self.cancelled = threading.Event()
+        self.done = threading.Event()
+        self.state = "queued"
+        self.result: dict[str, Any] | None = None
+        self.error = ""
+        self.numbers: dict[str, float] = {}
+
+    def progress(self, **numbers: float) -> None:
+        """Publishes figures that the waiting client sees at its next answer."""
+        self.numbers = dict(numbers)
+
+    def view(self) -> dict[str, Any]:
+        return {"id": self.id, "state": self.state, "result": self.result, "error": self.error, "progress": self.numbers}
+
+
+class JobServer:
+    """Serves jobs until it is shut down or has heard nothing for ``idle_limit_s``.
+
+    Args:
+        execute: runs one job in a worker thread and returns a JSON-able result; what it raises becomes the job's error.
+        role: name of the role, for messages.
+        epoch: number of this engine process among those that held the role.
+        token: the campaign's token.
+        status: extra fields of ``/health``.
+        workers: jobs that run at the same time; 1 keeps them in order of submission.
+        idle_limit_s: leave after so many seconds without a request while no job runs.
+    """
+
+    def __init__(
+        self,
+        execute: Callable[[Job], dict[str, Any]],
+        *,
+        role: str,
+        epoch: int,
+        token: str,
+        status: Callable[[], dict[str, Any]] = dict,
+        workers: int = 1,
+        idle_limit_s: float = 900.0,
+    ) -> None:
+        self._execute, self._status = execute, status
+        self._role, self._epoch, self._token, self._idle_limit = role, epoch, token, idle_limit_s
+        self._attempt = 0
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._heard = time.monotonic()
+        self._workers = workers
+        self._stop = threading.Event()
+        self.app = self._routes()
+
+    def run(self, endpoint: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Binds, writes ``{"url", "pid"}`` to ``endpoint`` and serves until shut down."""
+        for n in range(self._workers):
+            threading.Thread(target=self._work, name=f"job-{n}", daemon=True).start()
+        with socket.create_server((host, port)) as listener:
+            server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=2))
+            threading.Thread(target=self._watch, args=(server,), name="watch", daemon=True).start()
+            written = endpoint.with_suffix(".tmp")
+            written.write_text(
+                json.dumps({"url": f"http://{host}:{listener.getsockname()[1]}", "pid": os.getpid(), "epoch": self._epoch})
+            )
+            written.replace(endpoint)
+            server.run(sockets=[listener])
+
+    def shutdown(self) -> None:
+        """Ends ``run``; jobs under way are told to stop."""
+        with self._lock:
+            for job in self._jobs.values():
+                job.cancelled.set()
+        self._stop.set()
+
+    def _watch(self, server: uvicorn.Server) -> None:
+        while not self._stop.wait(min(5.0, self._idle_limit)):
+            busy = any(not job.done.is_set() for job in list(self._jobs.values()))
+            if not busy and time.monotonic() - self._heard > self._idle_limit:
+                break
+        server.should_exit = True
+
+    def _work(self) -> None:
+        while True:
+            job = self._queue.get()
+            if job.cancelled.is_set():
+                job.state = "cancelled"
+            else:
+                job.state = "running"
+                try:
+                    job.result = self._execute(job)
+                    job.state = "done"
+                except Exception as error:  # the boundary of the process: whatever it is, the client must hear it
+                    job.state = "cancelled" if job.cancelled.is_set() else "failed"
+                    job.error = f"{type(error).__name__}: {error}"
+                    traceback.print_exc()
+            job.done.set()
+
+    def _submit(self, id: str, method: str, params: dict[str, Any]) -> Job:
+        with self._lock:
+            known = self._jobs.get(id)
+            if known is not None and (known.state in ("queued", "running", "done")) and not known.cancelled.is_set():
+                return known
+            job = self._jobs[id] = Job(id, method, params)
+            self._jobs.move_to_end(id)
+            for old in list(self._jobs):
+                if len(self._jobs) <= KEPT_JOBS:
+                    break
+                if self._jobs[old].done.is_set():
+                    del self._jobs[old]
+        self._queue.put(job)
+        return job
+
+    def _find(self, id: str) -> Job:
+        with self._lock:
+            if id not in self._jobs:
+                raise HTTPException(404, f"{self._role} engine (epoch {self._epoch}) knows no job {id}")
+            return self._jobs[id]
+
+    def _admit(self, request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            raise HTTPException(401, "wrong or missing campaign token")
+        epoch, attempt = (int(request.headers.get(h, 0)) for h in ("x-headrace-epoch", "x-headrace-attempt"))
+        if epoch != self._epoch:
+            raise HTTPException(409, f"epoch: this {self._role} engine has epoch {self._epoch}, the caller means {epoch}")
+        if attempt < self._attempt:
+            raise HTTPException(423, f"attempt {self._attempt} of the campaign holds this engine; {attempt} is fenced off")
+        self._attempt = attempt
+        self._heard = time.monotonic()
+
+    def _routes(self) -> FastAPI:
+        app = FastAPI(title=f"headrace {self._role} engine", dependencies=[Depends(self._admit)])
+
+        @app.post("/jobs")
+        def submit(body: dict[str, Any]) -> dict[str, Any]:
+            return self._submit(body["id"], body["method"], body["params"]).view()
+
+        @app.get("/jobs/{id}")
+        def wait(id: str, wait: float = 0.0) -> dict[str, Any]:
+            job = self._find(id)
+            job.done.wait(min(wait, 30.0))
+            self._heard = time.monotonic()
+            return job.view()
+
+        @app.delete("/jobs/{id}")
+        def cancel(id: str) -> dict[str, Any]:
+            job = self._find(id)
+            job.cancelled.set()
+            return job.view()
+
+        @app.get("/health")
+        def health() -> dict[str, Any]:
+            running = [job.id for job in list(self._jobs.values()) if job.state == "running"]
+            return {"role": self._role, "epoch": self._epoch, "pid": os.getpid(), "running": running, **self._status()}
+
+        @app.post("/shutdown")
+        def shutdown() -> dict[str, Any]:
+            self.shutdown()
+            return {"stopping": True}
+
+        return app
