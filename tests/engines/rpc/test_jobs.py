@@ -1,0 +1,140 @@
+"""Jobs are idempotent by id, cancellable, fenced by epoch and attempt, and report what went wrong."""
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+
+from headrace.blocks.lease import Lease
+from headrace.engines.rpc.client import EngineClient
+from headrace.engines.rpc.errors import EngineLost, Fenced, JobDeadline, JobFailed
+from headrace.engines.rpc.server import Job, JobServer
+
+
+@pytest.fixture
+def engine(tmp_path):
+    ran: list[str] = []
+
+    def execute(job: Job) -> dict:
+        ran.append(job.id)
+        if job.method == "fail":
+            raise ValueError("the shard is empty")
+        if job.method == "wait":
+            job.progress(groups=3)
+            if job.cancelled.wait(20):
+                raise RuntimeError("stopped")
+        return {"echo": job.params}
+
+    server = JobServer(execute, role="rollout", epoch=2, token="secret", status=lambda: {"version": 5})
+    thread = threading.Thread(target=server.run, args=(tmp_path / "endpoint",), daemon=True)
+    thread.start()
+    for _ in range(200):
+        if (tmp_path / "endpoint").exists():
+            break
+        time.sleep(0.02)
+    url = json.loads((tmp_path / "endpoint").read_text())["url"]
+
+    def client(epoch: int = 2, token: str = "secret", attempt: int = 1) -> EngineClient:
+        lease = Lease(role="rollout", epoch=epoch, url=url, pid=1, node="here", flow_run_id="f")
+        return EngineClient(lease, token=token, attempt=attempt)
+
+    yield client, ran
+    server.shutdown()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_result_and_idempotence(engine):
+    client, ran = engine
+
+    async def go():
+        async with client() as c:
+            first = await c.call("echo", {"x": 1}, job_id="a", deadline_s=5)
+            again = await c.call("echo", {"x": 1}, job_id="a", deadline_s=5)
+            assert first == again == {"echo": {"x": 1}}
+            assert (await c.health())["version"] == 5
+
+    asyncio.run(go())
+    assert ran == ["a"]
+
+
+def test_failure_is_told_and_may_be_retried(engine):
+    client, ran = engine
+
+    async def go():
+        async with client() as c:
+            for _ in range(2):
+                with pytest.raises(JobFailed, match="ValueError: the shard is empty"):
+                    await c.call("fail", {}, job_id="b", deadline_s=5)
+
+    asyncio.run(go())
+    assert ran == ["b", "b"]
+
+
+def test_deadline_cancels_the_job(engine):
+    client, _ = engine
+
+    async def go():
+        async with client() as c:
+            with pytest.raises(JobDeadline, match=r"did not finish in 0 s .*groups"):
+                await c.call("wait", {}, job_id="c", deadline_s=0.3)
+            assert await c.call("echo", {}, job_id="d", deadline_s=5) == {"echo": {}}
+
+    asyncio.run(go())
+
+
+def test_cancelling_the_caller_cancels_the_job(engine):
+    client, _ = engine
+
+    async def go():
+        async with client() as c:
+            call = asyncio.create_task(c.call("wait", {}, job_id="e", deadline_s=30))
+            await asyncio.sleep(0.3)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            started = time.monotonic()
+            await c.call("echo", {}, job_id="f", deadline_s=5)
+            assert time.monotonic() - started < 2
+
+    asyncio.run(go())
+
+
+def test_fences(engine):
+    client, _ = engine
+
+    async def go():
+        async with client(token="guess") as c:
+            with pytest.raises(JobFailed, match="token"):
+                await c.health()
+        async with client(epoch=1) as c:
+            with pytest.raises(EngineLost, match="epoch 2"):
+                await c.health()
+        async with client(attempt=2) as c:
+            await c.health()
+        async with client(attempt=1) as c:
+            with pytest.raises(Fenced):
+                await c.health()
+
+    asyncio.run(go())
+
+
+def test_nobody_there_is_engine_lost():
+    lease = Lease(role="actor", epoch=1, url="http://127.0.0.1:9", pid=1, node="here", flow_run_id="f")
+
+    async def go():
+        async with EngineClient(lease, token="t", attempt=1) as c:
+            with pytest.raises(EngineLost, match="does not answer"):
+                await c.health()
+
+    asyncio.run(go())
+
+
+def test_an_idle_engine_leaves(tmp_path):
+    server = JobServer(lambda job: {}, role="actor", epoch=1, token="t", idle_limit_s=0.2)
+    thread = threading.Thread(target=server.run, args=(tmp_path / "endpoint",), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
