@@ -202,7 +202,7 @@ class Files:
         if self.local or len(paths) < 2:
             return [self.get(path) for path in paths]
         with self._told("read", f"{paths[0]} … {paths[-1]}"):
-            found = self.fs.cat([self.locate(path) for path in paths])
+            found = cast(dict[str, bytes], self.fs.cat([self.locate(path) for path in paths]))
         return [found[self.locate(path)] for path in paths]
 
     def size(self, path: str) -> int | None:
@@ -218,7 +218,7 @@ class Files:
     def exists(self, path: str) -> bool:
         return self.size(path) is not None
 
-    def list(self, prefix: str) -> list[str]:
+    def paths(self, prefix: str) -> list[str]:
         """Paths of all files below the folder ``prefix``, sorted."""
         top = self.locate(prefix)
         with self._told("list", prefix):

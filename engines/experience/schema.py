@@ -41,8 +41,14 @@ GENERATE = pa.schema(
         _field("sample", pa.int32(), "0 … n-1 inside the group"),
         _field("prompt_ids", tokens, "token ids of the rendered prompt"),
         _field("response_ids", tokens, "token ids after the prompt, stop token included"),
-        _field("response_mask", bits, "1 where the policy sampled the token, 0 where a tool or the environment wrote it"),
-        _field("behaviour_logprobs", floats, "log-probability (nats) of each sampled token, after temperature; 0 where mask is 0"),
+        _field(
+            "response_mask", bits, "1 where the policy sampled the token, 0 where a tool or the environment wrote it"
+        ),
+        _field(
+            "behaviour_logprobs",
+            floats,
+            "log-probability (nats) of each sampled token, after temperature; 0 where mask is 0",
+        ),
         _field("weight_spans", spans, "run-length: weight version, number of tokens"),
         _field("finish_reason", pa.string(), "stop | length | abort"),
         _field("turns", pa.int32(), "assistant turns"),

@@ -88,7 +88,7 @@ class Store(Files):
     def manifests(self, step: int, stage: str | None = None) -> list[Manifest]:
         """All that was committed for an iteration, by stage, shard and key."""
         folder = f"manifests/{step:06d}" + (f"/{stage}" if stage else "")
-        return [Manifest.model_validate_json(data) for data in self.get_many(self.list(folder))]
+        return [Manifest.model_validate_json(data) for data in self.get_many(self.paths(folder))]
 
     def _complete(self, manifest: Manifest) -> bool:
         return manifest.part is None or self.size(manifest.part.path) == manifest.part.nbytes
