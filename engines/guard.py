@@ -73,8 +73,12 @@ def main() -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write)
     # A shell that starts jobs with & leaves SIGINT ignored, and children inherit that; the worker needs it.
+    os.set_inheritable(owner, False)
     child = subprocess.Popen(
-        command, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+        command,
+        close_fds=False,  # what the owner passed goes on to the command; nothing else is inheritable
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     while child.poll() is None and not stop:
         readable, _, _ = select.select([owner, wake_read], [], [])

@@ -18,10 +18,17 @@ class Child:
         log: file that stdout and stderr are appended to.
         env: variables on top of this process's environment.
         grace_s: seconds between SIGTERM and SIGKILL when it is stopped.
+        pass_fds: file descriptors that the command gets under their numbers.
     """
 
     def __init__(
-        self, argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, grace_s: float = 5.0
+        self,
+        argv: Sequence[str],
+        *,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        grace_s: float = 5.0,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.log = log
         self.argv = list(argv)
@@ -35,7 +42,7 @@ class Child:
                 stdout=out,
                 stderr=out,
                 env={**os.environ, **(env or {})},
-                pass_fds=[read],
+                pass_fds=[read, *pass_fds],
                 start_new_session=True,
             )
         os.close(read)
