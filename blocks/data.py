@@ -52,9 +52,9 @@ class ReasoningGym(Strict):
 
     @model_validator(mode="after")
     def _config_is_the_tasks(self) -> "ReasoningGym":
-        for name, place in (("seed", "seed"), ("size", "size")):
+        for name in ("seed", "size"):
             if name in self.config:
-                raise ValueError(f"config.{name} has no effect here: set `{place}` beside `task`")
+                raise ValueError(f"config.{name} has no effect here: set `{name}` beside `task`")
         return self
 
 
@@ -71,7 +71,7 @@ class Jsonl(Strict):
 
     @model_validator(mode="after")
     def _seed_is_used(self) -> "Jsonl":
-        if isinstance(self.held_out, str) and "seed" in self.model_fields_set:
+        if isinstance(self.held_out, str) and self.seed:
             raise ValueError("seed has no effect where held_out is a file")
         return self
 

@@ -68,6 +68,8 @@ def _read(path: str) -> list[Problem]:
                     errors += [f"line {number}: {_readable(e)}" for e in error.errors()]
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ImportError, ValueError) as error:
         # fsspec's words for a protocol that it does not know, or whose package is missing; UnicodeDecodeError
         raise DataError(

@@ -1,0 +1,62 @@
+"""The score stage's work: from generated answers to rewards."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from headrace.blocks.manifest import Manifest
+from headrace.engines.experience.schema import SCORE
+from headrace.engines.experience.store import Store
+from headrace.engines.reward.pool import RewardPool, Sample
+
+
+def score_table(store: Store, generate: Manifest, pool: RewardPool, prompts: Manifest | None = None) -> pa.Table:
+    """Scores every sample of a generate manifest: a table in the SCORE schema, in the same order.
+
+    With ``prompts`` (the manifest that was generated from), reward functions get the chat before the answer.
+
+    Raises:
+        StoreError: the tables cannot be read.
+        ValueError: a manifest without a table, or a sample whose group is not in ``prompts``.
+    """
+    if generate.part is None:
+        raise ValueError(f"the {generate.stage} manifest of step {generate.step} names no table to score")
+    answers = store.read_table(generate.part).select(["uid", "group_id", "text", "ground_truth"]).to_pydict()
+    chats: dict[int, list[dict[str, str]]] = {}
+    if prompts is not None and prompts.part is not None:
+        asked = store.read_table(prompts.part).select(["group_id", "messages"]).to_pydict()
+        chats = {group: json.loads(text) for group, text in zip(asked["group_id"], asked["messages"], strict=True)}
+        if missing := set(answers["group_id"]) - set(chats):
+            raise ValueError(f"groups {sorted(missing)[:5]} of step {generate.step} are not in its prompts")
+    samples = [
+        Sample(text, json.loads(truth), chats.get(group))
+        for text, truth, group in zip(answers["text"], answers["ground_truth"], answers["group_id"], strict=True)
+    ]
+    scores = pool.score(samples)
+    return pa.table(
+        {
+            "uid": answers["uid"],
+            "reward": [score.reward for score in scores],
+            "reward_parts": [list(score.parts.items()) for score in scores],
+            "score_error": [score.error for score in scores],
+        },
+        schema=SCORE,
+    )
+
+
+def score_metrics(scored: pa.Table) -> dict[str, float]:
+    """Figures of a SCORE table: mean and standard deviation of the reward, mean of each part, samples, failed ones.
+
+    Means are over the samples that could be scored, and are left out where none could.
+    """
+    rewards = scored["reward"]
+    metrics = {"samples": float(len(rewards)), "score_failed": float(rewards.null_count)}
+    if rewards.null_count < len(rewards):
+        metrics["reward"] = pc.mean(rewards).as_py()
+        metrics["reward_std"] = pc.stddev(rewards).as_py()
+    named: dict[str, list[float]] = {}
+    for parts in scored["reward_parts"].to_pylist():
+        for name, value in parts:
+            named.setdefault(name, []).append(value)
+    return metrics | {f"reward/{name}": sum(values) / len(values) for name, values in named.items()}
