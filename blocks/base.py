@@ -1,9 +1,30 @@
 """The base of every configuration model."""
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
+
+
+def _say_defaults(schema: dict[str, Any]) -> None:
+    """Moves each default into the description.
+
+    A form that is filled with defaults would override what the recipe inherits from its base; an empty field inherits.
+    """
+    for name, field in schema.get("properties", {}).items():
+        if "const" not in field and name != "kind" and "default" in field:
+            default = field.pop("default")
+            if not isinstance(default, dict | list):
+                field["description"] = f"{field.get('description', '')} Default: {default}.".strip()
 
 
 class Strict(BaseModel):
     """A configuration section: unknown settings are errors, values never change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        json_schema_extra=_say_defaults,
+        protected_namespaces=(),
+    )

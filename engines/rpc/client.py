@@ -20,6 +20,8 @@ class EngineClient:
 
     def __init__(self, lease: Lease, *, token: str, attempt: int) -> None:
         self.lease = lease
+        self.spans: list[tuple[float, float]] = []
+        """Begin and end (seconds since the epoch, the engine's clock) of every job that was waited for."""
         self._http = httpx.AsyncClient(
             base_url=lease.url,
             timeout=httpx.Timeout(POLL_S + 20.0, connect=5.0),
@@ -81,6 +83,7 @@ class EngineClient:
             with contextlib.suppress(EngineLost, JobFailed, Fenced):
                 await asyncio.shield(self._request("DELETE", f"/jobs/{job_id}", timeout=3.0))
             raise
+        self.spans.append(tuple(view["span"]))
         if view["state"] == "failed":
             raise JobFailed(f"{method} on the {self.lease.role} engine: {view['error']}")
         if view["state"] == "cancelled":

@@ -36,13 +36,21 @@ class Job:
         self.result: dict[str, Any] | None = None
         self.error = ""
         self.numbers: dict[str, float] = {}
+        self.started = self.ended = 0.0
 
     def progress(self, **numbers: float) -> None:
         """Publishes figures that the waiting client sees at its next answer."""
         self.numbers = dict(numbers)
 
     def view(self) -> dict[str, Any]:
-        return {"id": self.id, "state": self.state, "result": self.result, "error": self.error, "progress": self.numbers}
+        return {
+            "id": self.id,
+            "state": self.state,
+            "result": self.result,
+            "error": self.error,
+            "progress": self.numbers,
+            "span": (self.started, self.ended),
+        }
 
 
 class JobServer:
@@ -114,14 +122,15 @@ class JobServer:
             if job.cancelled.is_set():
                 job.state = "cancelled"
             else:
-                job.state = "running"
+                job.state, job.started = "running", time.time()
                 try:
                     job.result = self._execute(job)
-                    job.state = "done"
+                    state = "done"
                 except Exception as error:  # the boundary of the process: whatever it is, the client must hear it
-                    job.state = "cancelled" if job.cancelled.is_set() else "failed"
+                    state = "cancelled" if job.cancelled.is_set() else "failed"
                     job.error = f"{type(error).__name__}: {error}"
                     traceback.print_exc()
+                job.state, job.ended = state, time.time()
             job.done.set()
 
     def _submit(self, id: str, method: str, params: dict[str, Any]) -> Job:

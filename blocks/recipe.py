@@ -1,0 +1,228 @@
+"""The recipe: the whole configuration of a campaign, as a YAML file, a pydantic model and a Prefect run form."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from headrace.blocks.algorithms import Algorithm
+from headrace.blocks.base import Strict
+from headrace.blocks.data import DataSpec
+from headrace.blocks.inheritance import with_base
+from headrace.blocks.reward import RewardSpec
+
+
+class ModelSpec(Strict):
+    """The model that is trained."""
+
+    path: str = "smollm2-135m-instruct"
+    """A Hugging Face folder: a path, or a name below the models folder of the Headrace home."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype of trainer and rollout; the trainer's master weights are float32."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Dtype of the language-model head on both sides; float32 removes most of the mismatch that bfloat16 rounding makes."""
+
+
+class Role(Strict):
+    """Where the engines of one role run. Two roles that name one pool are colocated."""
+
+    pool: str
+    """Prefect work pool; it needs a deployment engine-host/POOL and a worker."""
+    engines: int = Field(1, ge=1, le=64)
+    """Engines of this role; each is one host flow run."""
+    gpus: int = Field(0, ge=0)
+    """GPUs of each engine; 0 = CPU."""
+    ranks: int = Field(1, ge=1)
+    """Processes of each engine: data-parallel ranks of the actor. On GPUs as many as gpus."""
+    threads: int = Field(0, ge=0, le=256)
+    """CPU threads of each process; 0 = the machine's cores divided by the ranks, at most 16."""
+
+    @model_validator(mode="after")
+    def _ranks_follow_gpus(self) -> "Role":
+        if self.gpus and self.ranks not in (1, self.gpus):
+            raise ValueError(f"ranks is {self.ranks} but each engine has {self.gpus} GPUs: leave ranks out")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        return self.gpus or self.ranks
+
+
+class Roles(Strict):
+    actor: Role = Role(pool="actor")
+    """The model engine that is trained."""
+    rollout: Role = Role(pool="rollout")
+    """The engines that sample."""
+    reference: Role | None = None
+    """An engine of its own for the reference model; left out, the actor keeps a frozen copy where the algorithm needs one."""
+
+
+class TransformersRollout(Strict):
+    """Headrace's own back end for CPUs and small GPUs: light to install, deterministic."""
+
+    kind: Literal["transformers"] = "transformers"
+    max_batch: int = Field(64, ge=1)
+    """Sequences decoded at the same time; finished ones are replaced from the queue."""
+
+
+class VLLMRollout(Strict):
+    """vLLM in server mode, in the environment that HEADRACE_VLLM_PYTHON of its work pool names."""
+
+    kind: Literal["vllm"] = "vllm"
+    max_model_len: int = Field(4096, ge=16)
+    """Longest prompt plus response, tokens."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Sequences decoded at the same time."""
+    kv_cache_memory_bytes: int | None = Field(None, ge=1)
+    """Memory of the KV cache on a CPU; left out, vLLM decides."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of the GPU's memory that vLLM may take."""
+    enforce_eager: bool = True
+    """No compilation: starts fast. Set false for long campaigns on GPUs."""
+    enable_prefix_caching: bool = False
+    """Reuse of KV between requests; reset at every weight update."""
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
+    """What the engine reports: raw ignores the temperature and is wrong for training unless the temperature is 1."""
+
+
+class Rollout(Strict):
+    backend: Annotated[TransformersRollout | VLLMRollout, Field(discriminator="kind")] = TransformersRollout()
+    n: int = Field(8, ge=1)
+    """Samples of each prompt: the size of a group."""
+    temperature: float = Field(1.0, gt=0)
+    """Of sampling; the trainer's log-probabilities use the same."""
+    max_tokens: int = Field(16, ge=1)
+    """Longest response, tokens."""
+    shards: int = Field(2, ge=1, le=64)
+    """Mapped task runs of generate and score in each iteration."""
+
+
+class Optim(Strict):
+    """AdamW on float32 master weights."""
+
+    lr: float = Field(1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate over the iterations, after the warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    min_ratio: float = Field(0.0, ge=0, le=1)
+    """Learning rate at the end, as a part of lr; for linear and cosine."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(1.0, gt=0)
+    """Largest global norm of the gradient."""
+
+    @model_validator(mode="after")
+    def _useful(self) -> "Optim":
+        if self.schedule == "constant" and "min_ratio" in self.model_fields_set and self.min_ratio:
+            raise ValueError("min_ratio has no effect under schedule: constant; choose linear or cosine, or remove it")
+        return self
+
+
+class Train(Strict):
+    optim: Optim = Optim()
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps of each iteration, over disjoint sets of groups. 1 = strictly on-policy."""
+    tokens_per_microbatch: int = Field(4096, ge=64)
+    """Token budget of one forward and backward pass on one rank; groups are packed under it."""
+
+
+class Evaluate(Strict):
+    problems: int = Field(256, ge=0)
+    """Held-out problems, answered greedily; 0 = no evaluation."""
+    every: int = Field(0, ge=0)
+    """Iterations between evaluations; 0 = only before the first and after the last."""
+
+    @model_validator(mode="after")
+    def _useful(self) -> "Evaluate":
+        if self.every and not self.problems:
+            raise ValueError("every has no effect with problems: 0; give problems or remove every")
+        return self
+
+
+class Checkpoint(Strict):
+    """Durable trainer state. A lost trainer loads the last one and repeats the stored batches since, bit for bit."""
+
+    every: int = Field(10, ge=1)
+    """Iterations between two checkpoints."""
+    keep: int = Field(1, ge=1)
+    """Checkpoints kept; older ones are deleted once a newer one is complete."""
+
+
+class Weights(Strict):
+    """How weights travel from the actor to the rollout engines."""
+
+    transport: Literal["shm", "store"] = "shm"
+    """shm: shared memory, actor and rollout on one machine; store: safetensors partitions in the campaign's store."""
+    partition_mb: int = Field(32, ge=1, le=4096)
+    """Size of one partition, MiB. Each side holds at most two."""
+
+
+class Deadlines(Strict):
+    """Nothing waits longer than this, in seconds."""
+
+    worker: float = Field(30.0, gt=0)
+    """For a worker to be online in every work pool."""
+    engine_start: float = Field(600.0, gt=0)
+    """From asking for a host to a healthy engine."""
+    stage: float = Field(1800.0, gt=0)
+    """Of one job of an engine."""
+    sync: float = Field(600.0, gt=0)
+    """Of one weight synchronisation."""
+    idle_engine: float = Field(900.0, gt=0)
+    """An engine that hears nothing for so long leaves."""
+
+
+class Recipe(Strict):
+    """Everything that a campaign depends on."""
+
+    base: str | None = None
+    """Recipe that this one inherits from: a name in deployments/recipes or the path of a YAML file."""
+    name: str = Field("campaign", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
+    """Short name; the default campaign id."""
+    seed: int = Field(0, ge=0)
+    """Of data order and sampling. The same recipe on the same machine gives the same weights, bit for bit, on CPUs."""
+    iterations: int = Field(40, ge=1)
+    """Passes of the RL loop."""
+    prompts: int = Field(8, ge=1)
+    """Groups in each iteration."""
+    store: str = ""
+    """URL of the store below which the campaign's folder lies (any fsspec URL); empty = the store folder of the Headrace home."""
+    model: ModelSpec = ModelSpec()
+    roles: Roles = Roles()
+    data: DataSpec
+    reward: RewardSpec
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    rollout: Rollout = Rollout()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    weights: Weights = Weights()
+    deadlines: Deadlines = Deadlines()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit(cls, given: Any) -> Any:
+        return with_base(given) if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Recipe":
+        problems = []
+        if self.rollout.shards > self.prompts:
+            problems.append(f"rollout.shards is {self.rollout.shards} but there are {self.prompts} prompts in an iteration")
+        if self.train.minibatches > self.prompts:
+            problems.append(f"train.minibatches is {self.train.minibatches} but there are {self.prompts} groups to share out")
+        if self.roles.rollout.engines > self.rollout.shards:
+            problems.append(f"roles.rollout.engines is {self.roles.rollout.engines} but rollout.shards is {self.rollout.shards}")
+        if self.roles.reference is not None and not self.needs_reference:
+            problems.append("roles.reference has no effect: the algorithm uses no KL to a reference model")
+        backend = self.rollout.backend
+        if isinstance(backend, VLLMRollout) and backend.logprobs_mode == "raw_logprobs" and self.rollout.temperature != 1.0:
+            problems.append("rollout.backend.logprobs_mode: raw_logprobs is wrong for training at a temperature other than 1")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.needs_reference

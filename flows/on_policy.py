@@ -1,0 +1,79 @@
+"""The on-policy pipeline: every token is trained by the weights that sampled it."""
+
+import asyncio
+
+from prefect import flow
+
+from headrace.blocks.manifest import Manifest
+from headrace.blocks.recipe import Recipe
+from headrace.flows.campaign import leave_engines, open_campaign, shut_down
+from headrace.tasks.advantage import advantage
+from headrace.tasks.campaign import current
+from headrace.tasks.evaluate import evaluate
+from headrace.tasks.generate import generate
+from headrace.tasks.logprob import old_logprob, ref_logprob
+from headrace.tasks.prompts import held_out, prompts
+from headrace.tasks.report import finish, report
+from headrace.tasks.score import score
+from headrace.tasks.sync_weights import sync_weights
+from headrace.tasks.train import checkpoint, export, train
+
+
+@flow(
+    name="on-policy",
+    flow_run_name="{campaign}",
+    on_cancellation=[shut_down],
+    on_failure=[leave_engines],
+    validate_parameters=True,
+)
+async def on_policy(recipe: Recipe, campaign: str = "") -> dict[str, object]:
+    """Trains a model with reinforcement learning, strictly on-policy; started again, the same campaign continues.
+
+    Args:
+        recipe: the whole configuration; `base` names a recipe to inherit from, what is left empty comes from there.
+        campaign: id of the campaign; empty = the recipe's name. A campaign that exists is continued.
+    """
+    async with open_campaign(recipe, campaign) as c:
+        problems = await held_out() if recipe.evaluate.problems else None
+        await sync_weights(c.version)
+        for step in range(c.version, recipe.iterations):
+            await _evaluate_if_due(step, problems)
+            await iteration(campaign=c.id, step=step)
+        await _evaluate_if_due(recipe.iterations, problems)
+        return await finish(await export())
+
+
+@flow(name="iteration", flow_run_name="iteration-{step}", persist_result=False, validate_parameters=False)
+async def iteration(campaign: str, step: int) -> None:
+    """One pass of the RL loop under the weights of version ``step``."""
+    c = current()
+    drawn = await prompts(step)
+    shards = await asyncio.gather(*(_shard(step, shard, drawn) for shard in range(c.recipe.rollout.shards)))
+    generated, scored, old, reference = ([made for made in column if made] for column in zip(*shards, strict=True))
+    advantages = await advantage(step, generated, scored, old, reference)
+    trained = await train(step, generated, old, reference, advantages)
+    c.move_to(step + 1, trained.key)
+    served = await sync_weights(c.version)
+    if c.version % c.recipe.checkpoint.every == 0:
+        await checkpoint(c.version)
+    await report(step, drawn, generated, scored, [*old, *reference], advantages, trained, served)
+
+
+async def _shard(step: int, shard: int, drawn: Manifest) -> tuple[Manifest | None, ...]:
+    """A shard's way from prompts to what training needs of it; it does not wait for other shards."""
+    c = current()
+    made = await generate(step, shard, drawn)
+    scored = await score(step, shard, made)
+    old = await old_logprob(step, shard, made) if c.needs_old_logprob else None
+    reference = await ref_logprob(step, shard, made) if c.recipe.needs_reference else None
+    return made, scored, old, reference
+
+
+async def _evaluate_if_due(version: int, problems: Manifest | None) -> None:
+    """Before the first iteration, after the last, and as often as the recipe says."""
+    recipe = current().recipe
+    if problems is None:
+        return
+    every = recipe.evaluate.every
+    if version in (0, recipe.iterations) or (every and version % every == 0):
+        await evaluate(version, problems)

@@ -1,0 +1,140 @@
+"""The campaign that the tasks of this process work for: its recipe, its store, its engines, its place in the data."""
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Coroutine
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from headrace.blocks.home import home, model_folder, store_url
+from headrace.blocks.manifest import Manifest
+from headrace.blocks.recipe import Recipe
+from headrace.engines.experience.ledger import Ledger
+from headrace.engines.experience.store import Store, stage_key
+from headrace.engines.reward.pool import RewardPool
+from headrace.tasks.engines import Engines
+from headrace.tasks.progress import Progress
+
+_current: ContextVar["Campaign"] = ContextVar("campaign")
+
+EXTENDABLE = {"iterations"}
+"""Settings that a later attempt of a campaign may change: how far it goes, not what it is."""
+
+
+class RecipeChanged(ValueError):
+    """The campaign exists with another recipe."""
+
+
+def current() -> "Campaign":
+    """The campaign of the running flow."""
+    return _current.get()
+
+
+class Campaign:
+    """One attempt of a campaign. Everything that it knows comes from the store; restarting derives it again."""
+
+    def __init__(self, id: str, recipe: Recipe) -> None:
+        self.id, self.recipe = id, recipe
+        root = store_url(recipe.store)
+        self.url = f"{root.rstrip('/')}/{id}"
+        self.store = Store(self.url)
+        self.folder = Path(self.url) if "://" not in self.url else home() / "campaigns" / id
+        """Local folder for what must lie on a disk: trainer state, sockets, logs."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._same_recipe()
+        self.attempt = self._take_attempt()
+        self.token = self._once("token", secrets.token_hex(24).encode()).decode()
+        self.model_id = self._once("model_id", model_id(model_folder(recipe.model.path)).encode()).decode()
+        self.ledger = Ledger(self.store)
+        self.rewards = RewardPool(recipe.reward)
+        self.engines = Engines(self)
+        self.progress = Progress(self.folder / "progress.json")
+        self.version = 0
+        """The weight version that rollout engines must serve now."""
+        self.weights_key = self.model_id
+        """Content key of what made those weights: the model, or a train manifest."""
+        self.sync_numbers = itertools.count()
+        self.spans: list[tuple[float, float]] = []
+        """When scoring ran; the engines keep their own."""
+        self.attempts: dict[str, int] = {}
+        """Task-run attempts of the running iteration, by stage."""
+        self._background: set[asyncio.Task] = set()
+
+    async def __aenter__(self) -> "Campaign":
+        self._token = _current.set(self)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _current.reset(self._token)
+        for task in self._background:
+            task.cancel()
+        self.rewards.close()
+        await self.engines.close()
+
+    def key(self, stage: str, code: str, config: Any, inputs: list[str]) -> str:
+        """Content key of a stage's work for this campaign under the weights in use."""
+        return stage_key(stage, code, config, inputs, self.weights_key)
+
+    def move_to(self, version: int, weights_key: str) -> None:
+        """From now on generation uses this version."""
+        self.version, self.weights_key = version, weights_key
+
+    def trained(self) -> list[Manifest]:
+        """Train manifests from iteration 0 on, without a gap."""
+        found: list[Manifest] = []
+        while made := [m for m in self.store.manifests(len(found), "train") if m.inputs]:
+            found.append(made[-1])
+        return found
+
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Runs ``work`` beside the flow; it ends with the attempt at the latest."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def busy_spans(self) -> list[tuple[float, float]]:
+        return [*self.spans, *self.engines.spans()]
+
+    def _once(self, name: str, content: bytes) -> bytes:
+        if not self.store.exists(name):
+            self.store.put(name, content)
+        return self.store.get(name)
+
+    def _take_attempt(self) -> int:
+        """A number above that of every earlier attempt, which it fences off."""
+        number = 1
+        while self.store.exists(f"attempts/{number:04d}.json"):
+            number += 1
+        self.store.put(f"attempts/{number:04d}.json", b'{"began": %d}' % time.time())
+        return number
+
+    def _same_recipe(self) -> None:
+        if self.store.exists("recipe.json"):
+            before = Recipe.model_validate_json(self.store.get("recipe.json"))
+            changed = [
+                name
+                for name in Recipe.model_fields
+                if name not in EXTENDABLE and getattr(before, name) != getattr(self.recipe, name)
+            ]
+            if changed:
+                raise RecipeChanged(
+                    f"campaign {self.id!r} at {self.url} was started with another recipe (differs in: {', '.join(changed)}). "
+                    f"Continue it with its own recipe, or start another campaign: give another campaign id"
+                )
+        self.store.put("recipe.json", self.recipe.model_dump_json(indent=2).encode())
+
+
+def model_id(folder: Path) -> str:
+    """Hash of a model folder's weights and configuration: what version 0 is."""
+    digest = xxhash.xxh3_128()
+    for path in sorted([*folder.glob("*.safetensors"), folder / "config.json", folder / "tokenizer.json"]):
+        if path.is_file():
+            with path.open("rb") as f:
+                while block := f.read(1 << 22):
+                    digest.update(block)
+    return digest.hexdigest()

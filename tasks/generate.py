@@ -1,0 +1,40 @@
+"""Samples the groups of one shard on a rollout engine, which writes them as Arrow itself."""
+
+from headrace.blocks.manifest import Manifest
+from headrace.tasks.campaign import current
+from headrace.tasks.stage import run_job, stage
+
+CODE = "1"
+
+
+@stage("generate", "generate[{step}/{shard}]")
+async def generate(step: int, shard: int, prompts: Manifest) -> Manifest:
+    """Finished groups of shard ``shard``: tokens, behaviour log-probabilities and the version that made each token."""
+    c = current()
+    recipe = c.recipe
+    rows = recipe.prompts
+    start, stop = (rows * at // recipe.rollout.shards for at in (shard, shard + 1))
+    # Where and how fast it runs is not part of what is made, apart from the back end itself.
+    config = {
+        "rollout": recipe.rollout.model_dump(mode="json", exclude={"shards"}),
+        "model": recipe.model.model_dump(mode="json"),
+        "seed": recipe.seed,
+        "rows": [start, stop],
+    }
+    key = c.key("generate", CODE, config, [prompts.key])
+    params = {
+        "prompts": prompts.model_dump(),
+        "start": start,
+        "stop": stop,
+        "n": recipe.rollout.n,
+        "temperature": recipe.rollout.temperature,
+        "max_tokens": recipe.rollout.max_tokens,
+        "campaign_seed": recipe.seed,
+        "version": c.version,
+        "inputs": [prompts.key],
+    }
+    index = shard % recipe.roles.rollout.engines
+    made = await run_job("rollout", index, "generate", "generate", step, shard, key, params)
+    first = step * rows
+    c.ledger.committed(step, shard, list(range(first + start, first + stop)), made.key)
+    return made

@@ -1,0 +1,112 @@
+"""Brings a fresh or found engine to the state that the campaign is in.
+
+A trainer loads the last durable state and repeats the stored batches since: the same jobs on the same bytes, so on a CPU
+the weights are the same bits. A rollout engine pulls the current version from the trainer.
+"""
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+from prefect.logging import get_run_logger
+
+from headrace.blocks.weights import Served, WeightSource
+from headrace.engines.rpc.client import EngineClient
+
+if TYPE_CHECKING:
+    from headrace.tasks.campaign import Campaign
+
+
+class SyncMismatch(RuntimeError):
+    """A rollout engine serves other weights than were published. The campaign stops: nothing may be trained on them."""
+
+
+def checkpoint_folder(c: "Campaign", step: int) -> Path:
+    """Trainer state after ``step`` iterations."""
+    return c.folder / "checkpoints" / f"step-{step:06d}"
+
+
+def checkpoints(c: "Campaign") -> list[int]:
+    """Steps that have complete trainer state, ascending."""
+    return sorted(int(p.parent.name.removeprefix("step-")) for p in c.folder.glob("checkpoints/step-*/COMPLETE"))
+
+
+async def restore_actor(c: "Campaign", client: EngineClient) -> None:
+    """Brings a trainer to the end of what the campaign has trained."""
+    log = get_run_logger()
+    trained = c.trained()
+    at = (await client.health())["train_step"]
+    # One more than committed: the trainer stepped and the campaign died before it heard; the stage will ask again.
+    if at in (len(trained), len(trained) + 1):
+        return
+    usable = [step for step in checkpoints(c) if step <= len(trained)]
+    start = usable[-1] if usable else 0
+    log.info("trainer is at step %d, the campaign at %d: restoring step %d and repeating the rest", at, len(trained), start)
+    deadline = c.recipe.deadlines.stage
+    load = {"path": str(checkpoint_folder(c, start))} if usable else {"path": None}
+    await client.call("load", load, job_id=f"load-{start}-{c.attempt}-{client.lease.epoch}", deadline_s=deadline)
+    for manifest in trained[start:]:
+        params = json.loads(c.store.get(train_job_path(manifest.step)))
+        job = f"replay-{manifest.step}-{c.attempt}-{client.lease.epoch}"
+        await client.call("train", params, job_id=job, deadline_s=deadline)
+
+
+def train_job_path(step: int) -> str:
+    """Where the parameters of a train job are kept, to repeat it."""
+    return f"jobs/train-{step:06d}.json"
+
+
+async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
+    """Publishes the current version from the actor, has these rollout engines load it and compares what they serve.
+
+    Raises:
+        SyncMismatch: version or digest of an engine is not the published one.
+        EngineLost: an engine died on the way.
+    """
+    spec, deadline = c.recipe.weights, c.recipe.deadlines.sync
+    tag = f"{c.version}-{c.attempt}-{next(c.sync_numbers)}"
+    if spec.transport == "shm":
+        # One address for the campaign: the publisher reuses its memory from version to version.
+        address = str(Path(tempfile.gettempdir()) / f"headrace-{xxhash.xxh3_64_hexdigest(c.url)}.sock")
+        source = WeightSource(version=c.version, transport="shm", address=address)
+    else:
+        source = WeightSource(version=c.version, transport="store", address=f"weights/v{c.version:06d}", store=c.url)
+    publish = {
+        "version": c.version,
+        "transport": spec.transport,
+        "address": source.address,
+        "store": source.store,
+        "receivers": len(rollouts),
+        "partition_bytes": spec.partition_mb << 20,
+        "deadline_s": deadline,
+    }
+    load = {"source": source.model_dump(), "deadline_s": deadline}
+    receivers = await asyncio.gather(*(c.engines.client("rollout", index) for index in rollouts))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            sending = tasks.create_task(
+                c.engines.call("actor", 0, "publish", publish, job_id=f"publish-{tag}", deadline_s=deadline)
+            )
+            if spec.transport == "store":
+                await sending
+            loading = [
+                tasks.create_task(c.engines.call_on(client, "rollout", index, "load_weights", load, f"load-{tag}", deadline))
+                for index, client in zip(rollouts, receivers, strict=True)
+            ]
+    except BaseExceptionGroup as group:
+        # One side's failure cancels the other; the first is the cause.
+        raise group.exceptions[0] from group
+    digest = sending.result()["digest"]
+    served = [Served.model_validate(task.result()) for task in loading]
+    for index, answer in zip(rollouts, served, strict=True):
+        if (answer.version, answer.digest) != (c.version, digest):
+            raise SyncMismatch(
+                f"rollout-{index} serves version {answer.version} with digest {answer.digest}, but version {c.version} was "
+                f"published with digest {digest}. Nothing was trained on it. Look at the log of its engine host; starting the "
+                f"campaign again loads the weights again"
+            )
+        c.engines.serving[index] = c.version
+    return served

@@ -1,0 +1,43 @@
+"""Scores the samples of one shard in processes that can be killed."""
+
+import asyncio
+import time
+
+from headrace.blocks.manifest import Manifest
+from headrace.engines.experience.store import stage_key
+from headrace.engines.reward.table import score_table
+from headrace.tasks.campaign import Campaign, current
+from headrace.tasks.stage import stage
+
+CODE = "1"
+
+
+@stage("score", "score[{step}/{shard}]")
+async def score(step: int, shard: int, generated: Manifest) -> Manifest:
+    """Rewards of the shard's samples; a sample whose scoring failed has none, and says why."""
+    c = current()
+    key = stage_key("score", CODE, c.recipe.reward.model_dump(mode="json", exclude={"workers"}), [generated.key])
+    if (done := c.store.lookup("score", step, shard, key)) is not None:
+        return done
+    c.progress.update(stage="score")
+    return await asyncio.to_thread(score_now, c, "score", step, shard, key, generated)
+
+
+def score_now(c: Campaign, stage: str, step: int, shard: int, key: str, generated: Manifest) -> Manifest:
+    """Scores and commits under ``stage``."""
+    began = time.time()
+    table = score_table(c.store, generated, c.rewards)
+    part = c.store.write_table(f"experience/{step:06d}/{stage}-{shard}.arrow", table)
+    ended = time.time()
+    c.spans.append((began, ended))
+    rewards = [r for r in table["reward"].to_pylist() if r is not None]
+    metrics = {
+        "seconds": ended - began,
+        "samples": float(table.num_rows),
+        "failed": float(table.num_rows - len(rewards)),
+        "reward_sum": float(sum(rewards)),
+        "perfect": float(sum(r >= 1.0 - 1e-6 for r in rewards)),
+    }
+    return c.store.commit(
+        Manifest(stage=stage, step=step, shard=shard, key=key, part=part, inputs=[generated.key], metrics=metrics)
+    )

@@ -1,0 +1,13 @@
+"""Brings the rollout engines to the current weight version and verifies what they serve."""
+
+from headrace.blocks.weights import Served
+from headrace.tasks.campaign import current
+from headrace.tasks.stage import stage
+
+
+@stage("sync-weights", "sync-weights[v{version}]")
+async def sync_weights(version: int) -> list[Served]:
+    """Every rollout engine serves ``version`` with the published digest, or the campaign stops."""
+    c = current()
+    c.progress.update(stage="sync-weights")
+    return await c.engines.sync_all()
