@@ -193,7 +193,7 @@ class Files:
         """The bytes of a file. Raises NotInStore, StoreError."""
         with self._told("read", path):
             if not self.local:
-                return self.fs.cat_file(self.locate(path))
+                return cast(bytes, self.fs.cat_file(self.locate(path)))
             with open(self.locate(path), "rb") as file:
                 return file.read()
 

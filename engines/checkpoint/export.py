@@ -1,0 +1,70 @@
+"""The sending half that all transports share: named tensors into the bytes of partitions."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.blocks.weights import Partition, Plan, WeightManifest
+from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.checkpoint.plan import dtype_name, dtype_named, wire
+
+
+class Sender(Protocol):
+    """One publish through one transport. Leaving its ``with`` block before ``commit`` aborts it."""
+
+    def __enter__(self) -> "Sender": ...
+
+    def __exit__(self, *raised: object) -> None: ...
+
+    def buffer(self, partition: Partition) -> memoryview:
+        """Memory for the partition's bytes; waits until one of two is free."""
+        ...
+
+    def send(self, partition: Partition) -> None:
+        """Hands over what ``buffer`` gave; returns at once."""
+        ...
+
+    def commit(self) -> WeightManifest:
+        """Waits until all of it has arrived."""
+        ...
+
+
+class Export:
+    """Reads the iterator once, in the plan's order, and casts into the partitions: one tensor is alive at a time."""
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]], plan: Plan, wire_dtype: str, version: int) -> None:
+        self._tensors, self._plan, self._wire, self._version = tensors, plan, wire_dtype, version
+        self._flat: Tensor | None = None
+
+    def run(self, sender: Sender) -> None:
+        """Fills and sends all partitions. Raises WeightError when the tensors are not those of the plan."""
+        for partition in self._plan.partitions:
+            self._fill(partition, sender.buffer(partition))
+            sender.send(partition)
+        self._flat = None
+        if (extra := next(self._tensors, None)) is not None:
+            raise self._error(f"the tensors do not end where their metas do: {extra[0]} follows")
+
+    def _fill(self, partition: Partition, memory: memoryview) -> None:
+        for piece in partition.slices:
+            if piece.start == 0:
+                self._flat = None  # before the next one is made
+                self._flat = self._next(piece.name, piece.dtype, piece.shape)
+            if piece.nbytes and self._flat is not None:
+                dtype = dtype_named(piece.dtype)
+                first, count = piece.start // dtype.itemsize, piece.nbytes // dtype.itemsize
+                target = torch.frombuffer(memory, dtype=dtype, offset=piece.offset, count=count)
+                target.copy_(self._flat[first : first + count])
+
+    def _next(self, name: str, dtype: str, shape: list[int]) -> Tensor:
+        found, tensor = next(self._tensors, ("nothing", torch.empty(0)))
+        made = dtype_name(wire(tensor.dtype, self._wire))
+        if (found, made, list(tensor.shape)) != (name, dtype, shape):
+            came = found if found == "nothing" else f"{found} {made} {list(tensor.shape)}"
+            raise self._error(f"the tensors are not those of the metas: expected {name} {dtype} {shape}, got {came}")
+        return tensor.detach().reshape(-1)
+
+    def _error(self, what: str) -> WeightError:
+        return WeightError(what, version=self._version, advice="metas and tensors from the same model, in one order")

@@ -1,0 +1,90 @@
+"""The receiving half that all transports share: from verified partitions to whole tensors."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from headrace.blocks.weights import Partition, Plan
+from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.checkpoint.plan import dtype_named, metas_of
+
+Sink = Callable[[str, Tensor], None]
+"""Called once for every tensor, in the plan's order. The tensor is only valid during the call and is read-only."""
+
+Expect = Mapping[str, tuple[str, Sequence[int]]]
+"""name → (dtype, shape) of what the receiver will take."""
+
+T = TypeVar("T")
+
+with warnings.catch_warnings():
+    # torch warns once in a process about memory that it cannot write; that sinks must not write is our contract.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+def check_expected(plan: Plan, expect: Expect | None) -> None:
+    """Raises WeightError unless the plan has exactly the tensors that are expected."""
+    if expect is None:
+        return
+    offered = metas_of(plan)
+    wrong = [f"{name} is missing" for name in expect if name not in offered]
+    wrong += [f"{name} is unknown here" for name in offered if name not in expect]
+    for name, (dtype, shape) in expect.items():
+        if name in offered and offered[name] != (dtype, list(shape)):
+            wrong.append(f"{name} is {offered[name][0]} {offered[name][1]}, expected {dtype} {list(shape)}")
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise WeightError(
+            f"the published tensors are not those of this engine's model: {'; '.join(wrong[:5])}{more}",
+            advice="the same model folder for trainer and rollout engine; the dtype is the recipe's wire dtype",
+        )
+
+
+def overlap(steps: Iterator[T], use: Callable[[T], None], stop: Callable[[], None], deadline_s: float | None) -> None:
+    """Uses each item while a thread fetches the next: two are alive at a time.
+
+    deadline_s: for each fetch, beyond which TimeoutError; None where the fetch itself has one.
+    stop: called when anything fails; it must end a fetch that is still under way.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="weights-ahead") as pool:
+        try:
+            coming = pool.submit(next, steps, None)
+            while (item := coming.result(deadline_s)) is not None:
+                coming = pool.submit(next, steps, None)
+                use(item)
+                del item  # else three would be alive
+        except BaseException:
+            stop()
+            raise
+
+
+class Assembler:
+    """Turns partitions, fed in order, into calls of the sink. Keeps one tensor: the one that spans partitions."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._open: Tensor | None = None
+
+    def feed(self, partition: Partition, data: memoryview) -> None:
+        """data: the partition's bytes, not used after the call."""
+        for piece in partition.slices:
+            dtype = dtype_named(piece.dtype)
+            total = dtype.itemsize * torch.Size(piece.shape).numel()
+            if not total:
+                self._sink(piece.name, torch.empty(piece.shape, dtype=dtype))
+                continue
+            view = torch.frombuffer(data, dtype=torch.uint8, offset=piece.offset, count=piece.nbytes)
+            if piece.nbytes < total:
+                if piece.start == 0:
+                    self._open = torch.empty(total, dtype=torch.uint8)
+                if self._open is None:
+                    raise WeightError(f"{piece.name} does not begin at its first byte", partition=partition.index)
+                self._open[piece.start : piece.start + piece.nbytes].copy_(view)
+                if piece.start + piece.nbytes < total:
+                    continue
+                view, self._open = self._open, None
+            self._sink(piece.name, view.view(dtype).reshape(piece.shape))
