@@ -6,10 +6,12 @@ from pydantic import BaseModel, ConfigDict
 
 
 def _say_defaults(schema: dict[str, Any]) -> None:
-    """Moves each default into the description.
+    """Moves each default into the description, and requires nothing.
 
     A form that is filled with defaults would override what the recipe inherits from its base; an empty field inherits.
+    What is missing after inheritance is found by validation.
     """
+    schema.pop("required", None)
     for name, field in schema.get("properties", {}).items():
         if "const" not in field and name != "kind" and "default" in field:
             default = field.pop("default")

@@ -13,7 +13,7 @@ CODE = "1"
 
 @stage("evaluate", "evaluate[v{version}]")
 async def evaluate(version: int, problems: Manifest) -> Manifest:
-    """Held-out answers and rewards of weight version ``version``; metrics: accuracy, problems, mean reward."""
+    """Held-out answers and rewards of weight version ``version``; metrics: reward (mean), samples."""
     c = current()
     recipe = c.recipe
     rows = problems.part.rows
@@ -36,4 +36,4 @@ async def evaluate(version: int, problems: Manifest) -> Manifest:
     scores = stage_key("evaluate-score", CODE, recipe.reward.model_dump(mode="json", exclude={"workers"}), [answers.key])
     if (done := c.store.lookup("evaluate-score", version, 0, scores)) is not None:
         return done
-    return await asyncio.to_thread(score_now, c, "evaluate-score", version, 0, scores, answers)
+    return await asyncio.to_thread(score_now, c, "evaluate-score", version, 0, scores, answers, problems)

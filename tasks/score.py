@@ -5,7 +5,7 @@ import time
 
 from headrace.blocks.manifest import Manifest
 from headrace.engines.experience.store import stage_key
-from headrace.engines.reward.table import score_table
+from headrace.engines.reward.stage import score_metrics, score_table
 from headrace.tasks.campaign import Campaign, current
 from headrace.tasks.stage import stage
 
@@ -13,31 +13,26 @@ CODE = "1"
 
 
 @stage("score", "score[{step}/{shard}]")
-async def score(step: int, shard: int, generated: Manifest) -> Manifest:
+async def score(step: int, shard: int, generated: Manifest, prompts: Manifest) -> Manifest:
     """Rewards of the shard's samples; a sample whose scoring failed has none, and says why."""
     c = current()
     key = stage_key("score", CODE, c.recipe.reward.model_dump(mode="json", exclude={"workers"}), [generated.key])
     if (done := c.store.lookup("score", step, shard, key)) is not None:
         return done
     c.progress.update(stage="score")
-    return await asyncio.to_thread(score_now, c, "score", step, shard, key, generated)
+    return await asyncio.to_thread(score_now, c, "score", step, shard, key, generated, prompts)
 
 
-def score_now(c: Campaign, stage: str, step: int, shard: int, key: str, generated: Manifest) -> Manifest:
+def score_now(
+    c: Campaign, stage: str, step: int, shard: int, key: str, generated: Manifest, prompts: Manifest
+) -> Manifest:
     """Scores and commits under ``stage``."""
     began = time.time()
-    table = score_table(c.store, generated, c.rewards)
+    table = score_table(c.store, generated, c.rewards, prompts)
     part = c.store.write_table(f"experience/{step:06d}/{stage}-{shard}.arrow", table)
     ended = time.time()
     c.spans.append((began, ended))
-    rewards = [r for r in table["reward"].to_pylist() if r is not None]
-    metrics = {
-        "seconds": ended - began,
-        "samples": float(table.num_rows),
-        "failed": float(table.num_rows - len(rewards)),
-        "reward_sum": float(sum(rewards)),
-        "perfect": float(sum(r >= 1.0 - 1e-6 for r in rewards)),
-    }
+    metrics = {"seconds": ended - began, **score_metrics(table)}
     return c.store.commit(
         Manifest(stage=stage, step=step, shard=shard, key=key, part=part, inputs=[generated.key], metrics=metrics)
     )

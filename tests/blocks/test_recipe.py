@@ -1,0 +1,90 @@
+"""Recipes: inheritance, strictness, all errors at once, and a run form that inherits."""
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from headrace.blocks import inheritance
+from headrace.blocks.recipe import Recipe
+
+RECIPES = sorted(path.stem for path in inheritance.RECIPES.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_shipped_recipe_is_valid_and_survives_json(name):
+    recipe = Recipe.model_validate({"base": name})
+    assert recipe.name == name
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_inheritance_overrides_setting_by_setting(tmp_path):
+    (tmp_path / "a.yaml").write_text("base: quickstart\ntrain: {optim: {lr: 1.0e-6}}\niterations: 3\n")
+    recipe = Recipe.model_validate({"base": str(tmp_path / "a.yaml"), "iterations": 4})
+    base = Recipe.model_validate({"base": "quickstart"})
+    assert recipe.iterations == 4 and recipe.train.optim.lr == 1e-6
+    assert recipe.train.optim.clip_norm == base.train.optim.clip_norm and recipe.data == base.data
+
+
+def test_another_kind_drops_the_bases_settings_of_that_section():
+    recipe = Recipe.model_validate(
+        {"base": "quickstart", "data": {"kind": "reasoning_gym", "task": "gcd", "held_out": 9}, "evaluate": {"problems": 9}}
+    )
+    assert recipe.data.kind == "reasoning_gym"
+
+
+def test_circles_and_unknown_names_are_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text(f"base: {tmp_path / 'b.yaml'}\n")
+    (tmp_path / "b.yaml").write_text(f"base: {tmp_path / 'a.yaml'}\n")
+    with pytest.raises(ValueError, match="circle"):
+        Recipe.model_validate({"base": str(tmp_path / "a.yaml")})
+    with pytest.raises(ValueError, match="quickstart"):
+        Recipe.model_validate({"base": "quickstrat"})
+
+
+def test_all_errors_at_once_with_their_paths():
+    wrong = {"base": "quickstart", "iterations": 0, "train": {"optim": {"lr": -1}}, "rollout": {"top_p": 0.9}}
+    with pytest.raises(ValidationError) as caught:
+        Recipe.model_validate(wrong)
+    assert {".".join(map(str, e["loc"])) for e in caught.value.errors()} == {"iterations", "train.optim.lr", "rollout.top_p"}
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        {"train": {"optim": {"schedule": "constant", "min_ratio": 0.1}}},
+        {"evaluate": {"problems": 0, "every": 5}},
+        {"roles": {"reference": {"pool": "actor"}}},
+        {"rollout": {"shards": 9}},
+        {"roles": {"rollout": {"pool": "rollout", "engines": 3}}},
+    ],
+)
+def test_settings_without_effect_are_refused(useless):
+    with pytest.raises(ValidationError):
+        Recipe.model_validate({"base": "quickstart", **useless})
+
+
+def test_the_run_form_has_no_defaults_that_would_override_the_base():
+    schema = Recipe.model_json_schema()
+    assert "required" not in schema
+    assert all("default" not in field for field in schema["properties"].values())
+    assert "Passes of the RL loop" in schema["properties"]["iterations"]["description"]
+    assert schema["properties"]["iterations"]["description"].endswith("Default: 40.")
+
+
+def test_dry_run_says_where_each_value_comes_from():
+    command = [sys.executable, "-m", "headrace.deployments.cli", "run", "quickstart-vllm", "--dry-run", "--set", "seed=7"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = {line.split(":")[0]: line.split("#")[-1].strip() for line in lines}
+    assert found["seed"] == "--set"
+    assert found["rollout.backend.kind"] == "quickstart-vllm"
+    assert found["train.optim.lr"] == "quickstart"
+    assert found["deadlines.stage"] == "default"
+
+
+def test_a_wrong_recipe_is_one_readable_message():
+    command = [sys.executable, "-m", "headrace.deployments.cli", "run", "quickstart", "--dry-run", "--set", "prompts=0", "--set", "nope=1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "- prompts:" in done.stderr and "- nope:" in done.stderr
