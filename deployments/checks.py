@@ -23,7 +23,11 @@ def all_checks() -> Iterator[tuple[str, bool, str]]:
     state = stack.read_state()
     yield "stack", bool(state), f"{state['phase']}, {state['ui']}" if state else "not running: headrace up"
     if not state:
-        yield "port 4200", stack.port_is_free(4200), "free" if stack.port_is_free(4200) else "taken: headrace up --port 4201"
+        yield (
+            "port 4200",
+            stack.port_is_free(4200),
+            "free" if stack.port_is_free(4200) else "taken: headrace up --port 4201",
+        )
     folder = model_folder("smollm2-135m-instruct")
     there = (folder / "config.json").exists()
     yield "model", there, str(folder) if there else f"missing: python -m headrace.deployments.smollm2 {folder}"
@@ -31,4 +35,8 @@ def all_checks() -> Iterator[tuple[str, bool, str]]:
     free = shutil.disk_usage(home()).free
     yield "disk", free > 5 * GB, f"{free / GB:.0f} GB free in {home()} (the quickstart needs 5)"
     python = os.environ.get("HEADRACE_VLLM_PYTHON", "")
-    yield "vllm environment", True, python or "none (HEADRACE_VLLM_PYTHON is not set; only needed for the vllm back end)"
+    yield (
+        "vllm environment",
+        True,
+        python or "none (HEADRACE_VLLM_PYTHON is not set; only needed for the vllm back end)",
+    )

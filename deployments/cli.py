@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,7 +33,9 @@ def up(port: int = 4200) -> dict[str, Any]:
     if not state:
         api = os.environ.get("PREFECT_API_URL")
         if api and not stack.healthy(api):
-            raise Refused(f"PREFECT_API_URL is {api}, but no Prefect server answers there. Start it, or unset the variable")
+            raise Refused(
+                f"PREFECT_API_URL is {api}, but no Prefect server answers there. Start it, or unset the variable"
+            )
         if not api and not stack.port_is_free(port):
             raise Refused(f"port {port} is taken by another program. Choose another: headrace up --port 4201")
         stack.launch(port, api)
@@ -51,7 +52,10 @@ def _wait_until_ready() -> dict[str, Any]:
             break
         if state and state["phase"] != shown:
             shown = state["phase"]
-            print(f"  {shown}" + (f" (a first start takes half a minute); log: {home() / 'logs'}" if "server" in shown else ""))
+            print(
+                f"  {shown}"
+                + (f" (a first start takes half a minute); log: {home() / 'logs'}" if "server" in shown else "")
+            )
         if shown == "ready":
             return state
         time.sleep(0.2)
@@ -121,7 +125,10 @@ def _validated(given: dict[str, Any]) -> Any:
     except inheritance.RecipeError as error:
         raise Refused(str(error)) from error
     except ValidationError as error:
-        lines = [f"- {'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()]
+        lines = [
+            f"- {'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        ]
         raise Refused("the recipe is wrong:\n" + "\n".join(lines)) from error
 
 
@@ -143,7 +150,9 @@ def run(recipe: str, settings: list[str], campaign: str, bring_up: bool, port: i
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             down()
         else:
-            print(f"\nno longer following; the campaign goes on. Look again: headrace status. Stop it: prefect flow-run cancel")
+            print(
+                "\nno longer following; the campaign goes on. Look again: headrace status. Stop it: prefect flow-run cancel"
+            )
         raise SystemExit(130) from None
 
 
@@ -159,12 +168,18 @@ def status() -> None:
     from headrace.tasks.progress import read
 
     state = stack.read_state()
-    print(f"stack: {state['phase']}, UI {state['ui']}, API {state['api']}" if state else "stack: not running (headrace up)")
+    print(
+        f"stack: {state['phase']}, UI {state['ui']}, API {state['api']}"
+        if state
+        else "stack: not running (headrace up)"
+    )
     for path in sorted((home() / "store").glob("*/progress.json"), key=lambda p: p.stat().st_mtime):
         p = read(path)
         ago = time.time() - p["at"]
         reward = f", reward {p['reward']:.3f}" if "reward" in p else ""
-        print(f"{path.parent.name}: iteration {p['iteration']}/{p['iterations']}, {p['stage']}{reward}, {ago:.0f} s ago")
+        print(
+            f"{path.parent.name}: iteration {p['iteration']}/{p['iterations']}, {p['stage']}{reward}, {ago:.0f} s ago"
+        )
 
 
 def doctor() -> None:
@@ -188,7 +203,9 @@ def main() -> None:
     running.add_argument("recipe", help="a name in deployments/recipes or a YAML file")
     running.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="settings")
     running.add_argument("--campaign", default="", help="campaign id; default: the recipe's name")
-    running.add_argument("--dry-run", action="store_true", help="print the resolved recipe and where each value came from")
+    running.add_argument(
+        "--dry-run", action="store_true", help="print the resolved recipe and where each value came from"
+    )
     running.add_argument("--up", action="store_true", help="headrace up first; Ctrl-C then stops everything")
     running.add_argument("--port", type=int, default=4200)
     commands.add_parser("status", help="what runs, and where each campaign is")

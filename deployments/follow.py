@@ -52,7 +52,12 @@ def _same_length(folder: Path, recipe: Recipe) -> bool:
 
 def _running(api: str, id: str) -> str | None:
     """The flow run that already works on this campaign, if its process is alive."""
-    query = {"flow_runs": {"tags": {"all_": [f"campaign:{id}", "campaign"]}, "state": {"type": {"any_": ["RUNNING", "PENDING", "SCHEDULED"]}}}}
+    query = {
+        "flow_runs": {
+            "tags": {"all_": [f"campaign:{id}", "campaign"]},
+            "state": {"type": {"any_": ["RUNNING", "PENDING", "SCHEDULED"]}},
+        }
+    }
     found = httpx.post(f"{api}/flow_runs/filter", json=query, timeout=30).json()
     for run in found:
         pid = _controller_pid(id, run["id"])
@@ -75,11 +80,22 @@ def _controller_pid(id: str, run: str) -> int | None:
 def _start(console: Console, api: str, recipe: Recipe, given: dict[str, Any], id: str) -> str:
     base = given.get("base", "")
     deployment = f"on-policy/{base if base in DEPLOYMENT else 'quickstart'}"
-    command = ["prefect", "deployment", "run", deployment, "--param", f"recipe={json.dumps(given)}", "--param", f'campaign="{id}"']
+    command = [
+        "prefect",
+        "deployment",
+        "run",
+        deployment,
+        "--param",
+        f"recipe={json.dumps(given)}",
+        "--param",
+        f'campaign="{id}"',
+    ]
     command += ["--tag", "campaign", "--tag", f"campaign:{id}"]
     console.print(Text("$ " + " ".join(command), style="dim"))
     environment = {**os.environ, "PREFECT_API_URL": api}
-    done = subprocess.run([sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     found = re.search(r"UUID: *([0-9a-f-]{36})", done.stdout)
     if done.returncode or not found:
         raise SystemExit(f"prefect deployment run failed:\n{done.stdout}{done.stderr}")
@@ -118,7 +134,11 @@ def _tell(console: Console, folder: Path, state: dict[str, Any], id: str, given:
     for column in ("", "before", "after"):
         table.add_column(column)
     if "accuracy_after" in s:
-        table.add_row(f"held-out accuracy ({s['problems']} problems, greedy)", f"{s['accuracy_before']:.3f}", f"{s['accuracy_after']:.3f}")
+        table.add_row(
+            f"held-out accuracy ({s['problems']} problems, greedy)",
+            f"{s['accuracy_before']:.3f}",
+            f"{s['accuracy_after']:.3f}",
+        )
     table.add_row("training reward (mean of 5 iterations)", f"{s['reward_before']:.3f}", f"{s['reward_after']:.3f}")
     console.print(table)
     for sample in s["samples"]:

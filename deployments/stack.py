@@ -53,7 +53,11 @@ def settings() -> dict[str, str]:
 
     tuned = flat("PREFECT", tomllib.loads(Path(__file__).with_name("prefect.toml").read_text()))
     tuned.pop("PREFECT_API_URL")
-    return tuned | {"DO_NOT_TRACK": "1", "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false", "PREFECT_LOGGING_TO_API_MAX_LOG_SIZE": "1000000"}
+    return tuned | {
+        "DO_NOT_TRACK": "1",
+        "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
+        "PREFECT_LOGGING_TO_API_MAX_LOG_SIZE": "1000000",
+    }
 
 
 def healthy(api: str) -> bool:
@@ -121,7 +125,9 @@ class Stack:
         self._watch()
 
     def _say(self, phase: str) -> None:
-        state = {"pid": os.getppid(), "api": self._api, "ui": self._api.removesuffix("/api"), "phase": phase}
+        self._phase = phase
+        processes = {name: child.pid for name, child in self._children.items()}
+        state = {"pid": os.getppid(), "processes": processes, "api": self._api, "ui": self._api.removesuffix("/api"), "phase": phase}
         written = state_file().with_suffix(".tmp")
         written.write_text(json.dumps(state))
         os.replace(written, state_file())
@@ -129,7 +135,17 @@ class Stack:
 
     def _command(self, name: str) -> list[str]:
         if name == "server":
-            return [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self._port)]
+            return [
+                sys.executable,
+                "-m",
+                "prefect",
+                "server",
+                "start",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self._port),
+            ]
         return [sys.executable, "-m", "headrace.deployments.workers", *POOLS]
 
     def _start(self, name: str) -> None:
@@ -144,7 +160,11 @@ class Stack:
         while not healthy(self._api):
             code = self._children["server"].poll()
             if code is not None or time.monotonic() > end:
-                why = f"ended ({describe_exit(code)})" if code is not None else f"did not answer in {START_DEADLINE_S:.0f} s"
+                why = (
+                    f"ended ({describe_exit(code)})"
+                    if code is not None
+                    else f"did not answer in {START_DEADLINE_S:.0f} s"
+                )
                 raise SystemExit(f"the Prefect server {why}; its log: {home() / 'logs' / 'server.log'}")
             time.sleep(0.2)
 
@@ -168,6 +188,7 @@ class Stack:
                     if restarts > MAX_RESTARTS:
                         raise SystemExit(f"{name} ends too often; its log: {home() / 'logs' / name}.log")
                     self._start(name)
+                    self._say(self._phase)
 
 
 def main() -> None:

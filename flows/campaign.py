@@ -1,16 +1,19 @@
 """What every pipeline begins and ends with: checks before anything starts, engines, and the state left by earlier attempts."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from prefect import Flow
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
 
 from headrace.blocks.recipe import Recipe
 from headrace.tasks.campaign import Campaign
 from headrace.tasks.preflight import check_recipe, check_workers
+from headrace.tasks.recovery import complete_ledger
 from headrace.tasks.shutdown import release_engines
 
 
@@ -27,9 +30,18 @@ async def open_campaign(recipe: Recipe, campaign: str) -> AsyncIterator[Campaign
         trained = c.trained()
         if trained:
             c.move_to(len(trained), trained[-1].key)
-        get_run_logger().info("campaign %s, attempt %d, at iteration %d; everything is in %s", id, c.attempt, c.version, c.url)
+            complete_ledger(c, trained)
+        get_run_logger().info(
+            "campaign %s, attempt %d, at iteration %d; everything is in %s", id, c.attempt, c.version, c.url
+        )
         c.progress.update(
-            campaign=id, attempt=c.attempt, iteration=c.version, iterations=recipe.iterations, stage="start engines"
+            campaign=id,
+            pid=os.getpid(),
+            flow_run=str(flow_run.id),
+            attempt=c.attempt,
+            iteration=c.version,
+            iterations=recipe.iterations,
+            stage="start engines",
         )
         await check_workers(recipe)
         await c.engines.start_all()

@@ -75,7 +75,9 @@ async def engine_host(campaign: str, role: str, index: int, epoch: int, attempt:
                 flow_run_id=str(flow_run.id),
             )
             campaign_store.put(f"leases/{role}-{index}.json", lease.model_dump_json().encode())
-            emit_event("headrace.engine.ready", resource={"prefect.resource.id": f"headrace.engine.{campaign}.{role}-{index}"})
+            emit_event(
+                "headrace.engine.ready", resource={"prefect.resource.id": f"headrace.engine.{campaign}.{role}-{index}"}
+            )
             log.info("%s-%d is healthy at %s (pid %d, epoch %d)", role, index, lease.url, lease.pid, epoch)
             await _guard(child, role)
         finally:
@@ -88,9 +90,13 @@ async def _endpoint(child: Child, endpoint: Path, role: str, deadline_s: float) 
     while not endpoint.exists():
         code = await asyncio.to_thread(child.wait, 0.2)
         if code is not None:
-            raise EngineDied(f"the {role} engine ended before it was ready ({describe_exit(code)}). Its last lines:\n{child.tail()}")
+            raise EngineDied(
+                f"the {role} engine ended before it was ready ({describe_exit(code)}). Its last lines:\n{child.tail()}"
+            )
         if time.monotonic() > end:
-            raise EngineDied(f"the {role} engine was not ready after {deadline_s:.0f} s. Its last lines:\n{child.tail()}")
+            raise EngineDied(
+                f"the {role} engine was not ready after {deadline_s:.0f} s. Its last lines:\n{child.tail()}"
+            )
     return json.loads(endpoint.read_text())
 
 

@@ -56,24 +56,19 @@ async def iteration(campaign: str, step: int) -> None:
     served = await sync_weights(c.version)
     if c.version % c.recipe.checkpoint.every == 0:
         await checkpoint(c.version)
-    await report(step, drawn, generated, scored, [*old, *reference], advantages, trained, served)
+    await report(step, served)
 
 
 async def _shard(step: int, shard: int, drawn: Manifest) -> tuple[Manifest | None, ...]:
     """A shard's way from prompts to what training needs of it; it does not wait for other shards."""
     c = current()
     made = await generate(step, shard, drawn)
-    scored = await score(step, shard, made)
+    scored = await score(step, shard, made, drawn)
     old = await old_logprob(step, shard, made) if c.needs_old_logprob else None
     reference = await ref_logprob(step, shard, made) if c.recipe.needs_reference else None
     return made, scored, old, reference
 
 
 async def _evaluate_if_due(version: int, problems: Manifest | None) -> None:
-    """Before the first iteration, after the last, and as often as the recipe says."""
-    recipe = current().recipe
-    if problems is None:
-        return
-    every = recipe.evaluate.every
-    if version in (0, recipe.iterations) or (every and version % every == 0):
+    if problems is not None and current().evaluation_is_due(version):
         await evaluate(version, problems)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from headrace.engines.report import History
 
 from headrace.blocks.home import home, model_folder, store_url
 from headrace.blocks.manifest import Manifest
@@ -63,6 +64,9 @@ class Campaign:
         """When scoring ran; the engines keep their own."""
         self.attempts: dict[str, int] = {}
         """Task-run attempts of the running iteration, by stage."""
+        self.history = History(self.store)
+        self.reported_at = time.time()
+        """When the last report began: the iteration's clock."""
         self._background: set[asyncio.Task] = set()
 
     async def __aenter__(self) -> "Campaign":
@@ -90,6 +94,24 @@ class Campaign:
         while made := [m for m in self.store.manifests(len(found), "train") if m.inputs]:
             found.append(made[-1])
         return found
+
+    @property
+    def needs_old_logprob(self) -> bool:
+        """With one optimizer step in an iteration, old is what the step's own forward pass gives."""
+        kl = self.recipe.algorithm.kl
+        return self.recipe.train.minibatches > 1 or (kl is not None and kl.kind == "reward")
+
+    def evaluation_is_due(self, version: int) -> bool:
+        """Before the first iteration, after the last, and as often as the recipe says."""
+        spec = self.recipe.evaluate
+        first_or_last = version in (0, self.recipe.iterations)
+        return bool(spec.problems) and (first_or_last or bool(spec.every and version % spec.every == 0))
+
+    def evaluations(self) -> dict[int, Manifest]:
+        """Scores of the held-out problems so far, by weight version."""
+        due = filter(self.evaluation_is_due, range(self.version + 1))
+        found = ((version, self.store.manifests(version, "evaluate-score")) for version in due)
+        return {version: made[-1] for version, made in found if made}
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         """Runs ``work`` beside the flow; it ends with the attempt at the latest."""

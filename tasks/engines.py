@@ -192,7 +192,9 @@ class Engines:
                     break
                 state = (await api.read_flow_run(run.id)).state
                 if state is not None and state.is_final():
-                    raise EngineStartFailed(f"the host of {role}-{index} (flow run {run.name}) ended as {state.name}: {state.message}")
+                    raise EngineStartFailed(
+                        f"the host of {role}-{index} (flow run {run.name}) ended as {state.name}: {state.message}"
+                    )
                 if time.monotonic() > end:
                     raise EngineStartFailed(
                         f"{role}-{index} was not healthy {c.recipe.deadlines.engine_start:.0f} s after its host was asked for "

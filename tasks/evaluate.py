@@ -33,7 +33,11 @@ async def evaluate(version: int, problems: Manifest) -> Manifest:
         "inputs": [problems.key],
     }
     answers = await run_job("rollout", 0, "evaluate", "evaluate", version, 0, key, params)
-    scores = stage_key("evaluate-score", CODE, recipe.reward.model_dump(mode="json", exclude={"workers"}), [answers.key])
-    if (done := c.store.lookup("evaluate-score", version, 0, scores)) is not None:
-        return done
-    return await asyncio.to_thread(score_now, c, "evaluate-score", version, 0, scores, answers, problems)
+    scores = stage_key(
+        "evaluate-score", CODE, recipe.reward.model_dump(mode="json", exclude={"workers"}), [answers.key]
+    )
+    done = c.store.lookup("evaluate-score", version, 0, scores)
+    if done is None:
+        done = await asyncio.to_thread(score_now, c, "evaluate-score", version, 0, scores, answers, problems)
+    c.progress.update(accuracy=done.metrics.get("reward", 0.0))
+    return done

@@ -82,7 +82,9 @@ def _data_problems(recipe: Recipe) -> list[str]:
         return [f"data: {error}"]
     problems = []
     if recipe.evaluate.problems > len(splits.held_out):
-        problems.append(f"evaluate.problems is {recipe.evaluate.problems}, but {len(splits.held_out)} problems are held out")
+        problems.append(
+            f"evaluate.problems is {recipe.evaluate.problems}, but {len(splits.held_out)} problems are held out"
+        )
     if recipe.prompts > len(splits.train):
         problems.append(f"prompts is {recipe.prompts}, but there are only {len(splits.train)} training problems")
     if "://" in recipe.store and recipe.store.startswith("s3://") and find_spec("s3fs") is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import xxhash
 from prefect.logging import get_run_logger
 
+from headrace.blocks.manifest import Manifest
 from headrace.blocks.weights import Served, WeightSource
 from headrace.engines.rpc.client import EngineClient
 
@@ -44,7 +45,9 @@ async def restore_actor(c: "Campaign", client: EngineClient) -> None:
         return
     usable = [step for step in checkpoints(c) if step <= len(trained)]
     start = usable[-1] if usable else 0
-    log.info("trainer is at step %d, the campaign at %d: restoring step %d and repeating the rest", at, len(trained), start)
+    log.info(
+        "trainer is at step %d, the campaign at %d: restoring step %d and repeating the rest", at, len(trained), start
+    )
     deadline = c.recipe.deadlines.stage
     load = {"path": str(checkpoint_folder(c, start))} if usable else {"path": None}
     await client.call("load", load, job_id=f"load-{start}-{c.attempt}-{client.lease.epoch}", deadline_s=deadline)
@@ -57,6 +60,31 @@ async def restore_actor(c: "Campaign", client: EngineClient) -> None:
 def train_job_path(step: int) -> str:
     """Where the parameters of a train job are kept, to repeat it."""
     return f"jobs/train-{step:06d}.json"
+
+
+def record_groups(c: "Campaign", step: int, advantages: Manifest, key: str) -> None:
+    """Writes into the ledger what became of the groups of a trained step. Doing it again changes nothing."""
+    table = c.store.read_table(advantages.part)
+    trained: set[int] = set()
+    dropped: dict[int, str] = {}
+    rows = zip(*(table[name].to_pylist() for name in ("uid", "accepted", "drop_reason")), strict=True)
+    for uid, accepted, reason in rows:
+        group = int(uid.split("-")[0])
+        if accepted:
+            trained.add(group)
+        else:
+            dropped.setdefault(group, reason)
+    # trained finishes the step in the ledger, so it comes last.
+    c.ledger.dropped(step, {group: reason for group, reason in dropped.items() if group not in trained}, key)
+    c.ledger.trained(step, sorted(trained), key)
+
+
+def complete_ledger(c: "Campaign", trained: list[Manifest]) -> None:
+    """Records the last trained step, in case the earlier attempt ended between training and recording."""
+    if trained:
+        last = trained[-1]
+        params = json.loads(c.store.get(train_job_path(last.step)))
+        record_groups(c, last.step, Manifest.model_validate(params["advantage"]), last.key)
 
 
 async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
@@ -93,7 +121,9 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
             if spec.transport == "store":
                 await sending
             loading = [
-                tasks.create_task(c.engines.call_on(client, "rollout", index, "load_weights", load, f"load-{tag}", deadline))
+                tasks.create_task(
+                    c.engines.call_on(client, "rollout", index, "load_weights", load, f"load-{tag}", deadline)
+                )
                 for index, client in zip(rollouts, receivers, strict=True)
             ]
     except BaseExceptionGroup as group:

@@ -4,8 +4,8 @@ import json
 import shutil
 
 from headrace.blocks.manifest import Manifest
-from headrace.tasks.campaign import Campaign, current
-from headrace.tasks.recovery import checkpoint_folder, checkpoints, train_job_path
+from headrace.tasks.campaign import current
+from headrace.tasks.recovery import checkpoint_folder, checkpoints, record_groups, train_job_path
 from headrace.tasks.stage import run_job, stage
 
 CODE = "1"
@@ -40,9 +40,11 @@ async def train(
         "inputs": inputs,
     }
     # Kept before the step: a later trainer repeats the step from it.
-    c.store.put(train_job_path(step), json.dumps({"store": c.url, "key": key, "step": step, "shard": 0, **params}).encode())
+    c.store.put(
+        train_job_path(step), json.dumps({"store": c.url, "key": key, "step": step, "shard": 0, **params}).encode()
+    )
     made = await run_job("actor", 0, "train", "train", step, 0, key, params)
-    _record_groups(c, step, advantages, made.key)
+    record_groups(c, step, advantages, made.key)
     return made
 
 
@@ -64,18 +66,3 @@ async def export() -> str:
     path = c.folder / "model"
     await c.engines.call("actor", 0, "export", {"path": str(path)}, job_id=f"export-{c.version}-{c.attempt}")
     return str(path)
-
-
-def _record_groups(c: Campaign, step: int, advantages: Manifest, key: str) -> None:
-    table = c.store.read_table(advantages.part)
-    trained: set[int] = set()
-    dropped: dict[int, str] = {}
-    rows = zip(*(table[name].to_pylist() for name in ("uid", "accepted", "drop_reason")), strict=True)
-    for uid, accepted, reason in rows:
-        group = int(uid.split("-")[0])
-        if accepted:
-            trained.add(group)
-        else:
-            dropped.setdefault(group, reason)
-    c.ledger.trained(step, sorted(trained), key)
-    c.ledger.dropped(step, {g: reason for g, reason in sorted(dropped.items()) if g not in trained}, key)

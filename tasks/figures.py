@@ -1,0 +1,56 @@
+"""The figures of one iteration, from what its stages committed."""
+
+import time
+from collections.abc import Iterable
+
+from headrace.blocks.manifest import Manifest
+from headrace.tasks.campaign import Campaign
+
+SUMMED = ("tokens", "prompt_tokens", "truncated", "samples", "score_failed")
+
+
+def chain(c: Campaign, step: int) -> dict[str, list[Manifest]]:
+    """The manifests that led to the train manifest of ``step``, by stage and in shard order."""
+    made = c.store.manifests(step)
+    by_key = {m.key: m for m in made}
+    train = next(m for m in made if m.stage == "train")
+    found: dict[str, list[Manifest]] = {}
+    queue, seen = [train.key], set()
+    while queue:
+        m = by_key.get(queue.pop())
+        if m is not None and m.key not in seen:
+            seen.add(m.key)
+            found.setdefault(m.stage, []).append(m)
+            queue += m.inputs
+    return {stage: sorted(ms, key=lambda m: m.shard) for stage, ms in found.items()}
+
+
+def covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+    """Seconds of [begin, end] that lie in any of the spans."""
+    total, at = 0.0, begin
+    for first, last in sorted(spans):
+        first, last = max(first, at), min(last, end)
+        if last > first:
+            total += last - first
+            at = last
+    return total
+
+
+def iteration_row(c: Campaign, stages: dict[str, list[Manifest]]) -> dict[str, float]:
+    """One row of the campaign's history: what was trained, how well, and how long each stage took.
+
+    A stage's seconds are those inside its engine, summed over shards.
+    """
+    train, advantage = stages["train"][0], stages["advantage"][0]
+    row: dict[str, float] = {"step": float(train.step), "at": time.time()}
+    row |= {name: value for name, value in advantage.metrics.items() if name != "seconds"}
+    row |= {name: value for name, value in train.metrics.items() if name != "seconds"}
+    for stage, made in stages.items():
+        row[f"seconds/{stage}"] = sum(m.metrics.get("seconds", 0.0) for m in made)
+    for name in SUMMED:
+        row[name] = sum(m.metrics.get(name, 0.0) for stage in ("generate", "score") for m in stages.get(stage, []))
+    generate = row["seconds/generate"]
+    row["tokens_per_second"] = row["tokens"] / generate if generate else 0.0
+    samples = row["samples"] or 1.0
+    row["response_length"] = row["tokens"] / samples
+    return row

@@ -1,0 +1,94 @@
+"""A real stack (Prefect server, workers, deployments) in a home of its own, shared by the tests of this folder."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headrace.engines.experience.store import Store
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Stack:
+    """What a test needs of the running stack."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.env = {**os.environ, "HEADRACE_HOME": str(home), "COLUMNS": "200"}
+        self.env.pop("PREFECT_API_URL", None)
+
+    @property
+    def state(self) -> dict:
+        return json.loads((self.home / "stack.json").read_text())
+
+    def headrace(self, *words: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "headrace.deployments.cli", *words]
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "headrace.deployments.cli", *words]
+        return subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def store(self, campaign: str) -> Store:
+        return Store(str(self.home / "store" / campaign))
+
+    def progress(self, campaign: str) -> dict:
+        path = self.home / "store" / campaign / "progress.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def wait_for(self, campaign: str, reached: Callable[[dict], bool], within_s: float = 180) -> dict:
+        end = time.monotonic() + within_s
+        while time.monotonic() < end:
+            if reached(p := self.progress(campaign)):
+                return p
+            time.sleep(0.02)
+        raise AssertionError(f"campaign {campaign} did not get there; it is at {self.progress(campaign)}")
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory) -> Iterator[Stack]:
+    running = Stack(tmp_path_factory.mktemp("home"))
+    up = running.headrace("up", "--port", str(free_port()))
+    assert up.returncode == 0, up.stdout + up.stderr
+    yield running
+    pids = list(running.state["processes"].values())
+    down = running.headrace("down")
+    assert down.returncode == 0, down.stdout + down.stderr
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError):
+            raise AssertionError(f"{pid} is still there: {Path(f'/proc/{pid}/cmdline').read_text()}")
+
+
+@pytest.fixture
+def tiny_recipe(tiny_model, tmp_path) -> Path:
+    """A recipe file: six iterations of the tiny model, a few seconds on a CPU."""
+    recipe = {
+        "name": "tiny",
+        "iterations": 6,
+        "prompts": 4,
+        "model": {"path": str(tiny_model), "dtype": "float32"},
+        "roles": {"actor": {"pool": "actor", "threads": 1}, "rollout": {"pool": "rollout", "threads": 1}},
+        "data": {"kind": "sums", "low": 1, "high": 9, "held_out": 8},
+        "reward": {"function": "contains", "workers": 1},
+        "algorithm": {"preset": "grpo"},
+        "rollout": {"n": 4, "max_tokens": 8, "shards": 2, "temperature": 1.0},
+        "train": {"optim": {"lr": 1e-3}},
+        "evaluate": {"problems": 8},
+        "checkpoint": {"every": 2},
+    }
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
