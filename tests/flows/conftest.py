@@ -72,8 +72,8 @@ def stack(tmp_path_factory) -> Iterator[Stack]:
             raise AssertionError(f"{pid} is still there: {Path(f'/proc/{pid}/cmdline').read_text()}")
 
 
-@pytest.fixture
-def tiny_recipe(tiny_model, tmp_path) -> Path:
+@pytest.fixture(scope="session")
+def tiny_recipe(tiny_model, tmp_path_factory) -> Path:
     """A recipe file: six iterations of the tiny model, a few seconds on a CPU."""
     recipe = {
         "name": "tiny",
@@ -89,6 +89,6 @@ def tiny_recipe(tiny_model, tmp_path) -> Path:
         "evaluate": {"problems": 8},
         "checkpoint": {"every": 2},
     }
-    path = tmp_path / "tiny.yaml"
+    path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
     path.write_text(yaml.safe_dump(recipe))
     return path

@@ -1,0 +1,76 @@
+"""Whatever is killed with SIGKILL, and whenever: no group is lost or trained twice, and the weights come out the same."""
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from headrace.engines.experience.ledger import Ledger
+
+pytestmark = pytest.mark.slow
+
+
+def _weights(stack, campaign: str) -> str:
+    summary = json.loads(stack.store(campaign).get("summary.json"))
+    return hashlib.sha256((Path(summary["model"]) / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _check(stack, campaign: str) -> None:
+    ledger = Ledger(stack.store(campaign))
+    ledger.verify()
+    assert ledger.state().open == 0 and ledger.frontier() == (6, 24)
+    assert _weights(stack, campaign) == _weights(stack, "undisturbed")
+
+
+def _kill(stack, campaign: str, what: str) -> None:
+    if what == "flow":
+        pid = stack.progress(campaign)["pid"]
+    elif what in ("worker", "server"):
+        pid = stack.state["processes"]["workers" if what == "worker" else "server"]
+    else:
+        pid = json.loads(stack.store(campaign).get(f"leases/{what}-0.json"))["pid"]
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def undisturbed(stack, tiny_recipe):
+    done = stack.headrace("run", str(tiny_recipe), "--campaign", "undisturbed")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("what", ["actor", "rollout", "worker", "server"])
+def test_the_campaign_goes_on_by_itself(stack, tiny_recipe, what):
+    following = stack.start("run", str(tiny_recipe), "--campaign", f"without-{what}")
+    stack.wait_for(f"without-{what}", lambda p: p.get("iteration", 0) >= 3)
+    _kill(stack, f"without-{what}", what)
+    out, _ = following.communicate(timeout=240)
+    assert following.returncode == 0, out
+    _check(stack, f"without-{what}")
+
+
+@pytest.mark.parametrize("stage", ["start engines", "generate", "score", "train", "sync-weights", "report"])
+def test_the_same_command_continues_after_the_flow_was_killed(stack, tiny_recipe, stage):
+    campaign = f"killed-in-{stage.replace(' ', '-')}"
+    following = stack.start("run", str(tiny_recipe), "--campaign", campaign)
+    at = 0 if stage == "start engines" else 3
+    stack.wait_for(campaign, lambda p: p.get("iteration", -1) >= at and p["stage"] == stage)
+    _kill(stack, campaign, "flow")
+    out, _ = following.communicate(timeout=120)
+    assert following.returncode == 1 and "The same command continues it" in out
+    again = stack.headrace("run", str(tiny_recipe), "--campaign", campaign)
+    assert again.returncode == 0, again.stdout + again.stderr
+    _check(stack, campaign)
+
+
+def test_everything_is_killed_at_once(stack, tiny_recipe):
+    following = stack.start("run", str(tiny_recipe), "--campaign", "all-dead")
+    stack.wait_for("all-dead", lambda p: p.get("iteration", 0) >= 3)
+    for what in ("flow", "actor", "rollout", "worker", "server"):
+        _kill(stack, "all-dead", what)
+    following.communicate(timeout=120)
+    again = stack.headrace("run", str(tiny_recipe), "--campaign", "all-dead")
+    assert again.returncode == 0, again.stdout + again.stderr
+    _check(stack, "all-dead")
