@@ -3,7 +3,6 @@
 import json
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from headrace.blocks.manifest import Manifest
 from headrace.engines.experience.schema import SCORE
@@ -50,11 +49,10 @@ def score_metrics(scored: pa.Table) -> dict[str, float]:
 
     Means are over the samples that could be scored, and are left out where none could.
     """
-    rewards = scored["reward"]
-    metrics = {"samples": float(len(rewards)), "score_failed": float(rewards.null_count)}
-    if rewards.null_count < len(rewards):
-        metrics["reward"] = pc.mean(rewards).as_py()
-        metrics["reward_std"] = pc.stddev(rewards).as_py()
+    rewards = scored["reward"].drop_null().to_numpy()
+    metrics = {"samples": float(scored.num_rows), "score_failed": float(scored.num_rows - len(rewards))}
+    if len(rewards):
+        metrics |= {"reward": float(rewards.mean(dtype="float64")), "reward_std": float(rewards.std(dtype="float64"))}
     named: dict[str, list[float]] = {}
     for parts in scored["reward_parts"].to_pylist():
         for name, value in parts:
