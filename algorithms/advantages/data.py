@@ -1,0 +1,94 @@
+"""What an estimator sees, and what the stage returns."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from headrace.algorithms.batch import Jagged, Segments
+from headrace.algorithms.errors import AlgorithmError
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """The advantage of every token, and which samples are trained on; samples and tokens in the order of the input."""
+
+    values: Tensor
+    """float [T]; 0 at tokens that are not trained on."""
+    accepted: Tensor
+    """bool [S]."""
+    drop_reasons: list[str | None]
+    """For each sample, why it is not accepted; None where it is."""
+    batch: Jagged
+    """The input's batch, its mask without refused samples and tokens: what denominators and loss are made with."""
+    returns: Tensor | None = None
+    """float [T]: what the critic learns (advantage 'gae')."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The accepted samples of the whole global batch, numbered 0 … M−1, and their trained tokens [N]."""
+
+    rewards: Tensor
+    """float [M], with shaping and with the KL of all tokens taken off."""
+    token_rewards: Tensor
+    """float [N]: −KL of each token, plus the reward at each sample's last token; their sum is ``rewards``."""
+    group: Tensor
+    """int64 [M], 0 … G−1."""
+    segments: Segments
+    old: Tensor | None = None
+    """Log-probabilities [N]."""
+    values: Tensor | None = None
+    """The critic's values [N]."""
+    greedy_rewards: Tensor | None = None
+    """[M]"""
+    reward_parts: dict[str, Tensor] = field(default_factory=dict)
+    """[M] each; 'reward' is the whole."""
+    sum_pi_squared: Tensor | None = None
+    """Σ over the vocabulary of π² [N]."""
+    importance: Tensor | None = None
+    """Importance weights old/behaviour [N]."""
+    columns: Tensor | None = None
+    """Place of each token in its response, tool tokens counted, int64 [N]."""
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return int(self.group.max()) + 1 if len(self.group) else 0
+
+    @cached_property
+    def group_sizes(self) -> Tensor:
+        """float [G]"""
+        return self.group_sum(torch.ones_like(self.rewards))
+
+    def group_sum(self, values: Tensor) -> Tensor:
+        """[M] → [G]"""
+        return values.new_zeros(self.groups).index_add(0, self.group, values)
+
+    def group_mean(self, values: Tensor) -> Tensor:
+        """[M] → [M]: the mean of each sample's group."""
+        return (self.group_sum(values) / self.group_sizes)[self.group]
+
+    def group_std(self, values: Tensor) -> Tensor:
+        """[M] → [M]: the standard deviation (unbiased) of each sample's group."""
+        squares = self.group_sum((values - self.group_mean(values)).square())
+        return (squares / (self.group_sizes - 1).clamp(min=1)).sqrt()[self.group]
+
+    def need(self, name: str, kind: str) -> Tensor:
+        """An optional input; ``AlgorithmError`` where it was not given."""
+        value = getattr(self, name)
+        if value is None:
+            raise AlgorithmError(f"advantage '{kind}' needs '{name}', which was not given")
+        return value
+
+
+def whiten(values: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """Mean 0 and variance 1 (unbiased) over all trained tokens [N]; fewer than two tokens are only centred."""
+    if not len(values):
+        return values
+    centred = values - values.mean()
+    if len(values) < 2:
+        return centred
+    return centred * (centred.square().sum() / (len(values) - 1) + epsilon).rsqrt()

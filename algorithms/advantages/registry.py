@@ -1,0 +1,59 @@
+"""Where estimators register, and where they are found."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from headrace.algorithms.advantages.data import Samples
+from headrace.algorithms.errors import AlgorithmError
+from headrace.algorithms.losses.registry import plugin
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Advantages of trained tokens [N], and the critic's targets [N] where there are any."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+
+    @classmethod
+    def of_samples(cls, advantages: Tensor, x: Samples) -> "Estimate":
+        """[M]: each sample's value for each of its tokens."""
+        return cls(x.segments.expand(advantages))
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A function from (configuration, samples) to an estimate. A plugin exports one; its configuration is ``settings``."""
+
+    function: Callable[[Any, Samples], Estimate]
+    compares_group: bool
+    """A group of one has no advantage, and is dropped before."""
+
+
+_estimators: dict[str, Estimator] = {}
+
+
+def estimator(
+    kind: str, *, compares_group: bool
+) -> Callable[[Callable[[Any, Samples], Estimate]], Callable[[Any, Samples], Estimate]]:
+    """Registers the decorated function as the estimator of this kind."""
+
+    def register(function: Callable[[Any, Samples], Estimate]) -> Callable[[Any, Samples], Estimate]:
+        if kind in _estimators:
+            raise AlgorithmError(f"estimator '{kind}' is registered twice")
+        _estimators[kind] = Estimator(function, compares_group)
+        return function
+
+    return register
+
+
+def resolve(config: Any) -> tuple[Estimator, Any]:
+    """The configured estimator, and the configuration to call it with."""
+    if config.kind == "plugin":
+        return plugin("headrace.advantages", config.name), config.settings
+    if config.kind not in _estimators:
+        raise AlgorithmError(f"there is no estimator '{config.kind}'; known: {', '.join(sorted(_estimators))}")
+    return _estimators[config.kind], config

@@ -1,0 +1,172 @@
+"""The advantage stage: who is trained on, and with which advantage."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.algorithms.advantages.admission import Admission
+from headrace.algorithms.advantages.data import Advantages, Samples
+from headrace.algorithms.advantages.registry import Estimate, resolve
+from headrace.algorithms.advantages.shaping import overlong_penalty
+from headrace.algorithms.batch import Jagged
+from headrace.algorithms.corrections import importance_weights
+from headrace.algorithms.errors import AlgorithmError
+from headrace.algorithms.kl import kl_estimate
+
+
+def advantages(
+    config: Any,
+    *,
+    rewards: Tensor,
+    groups: Tensor,
+    batch: Jagged,
+    old: Tensor | None = None,
+    behaviour: Tensor | None = None,
+    reference: Tensor | None = None,
+    values: Tensor | None = None,
+    token_rewards: Tensor | None = None,
+    greedy_rewards: Tensor | None = None,
+    reward_parts: Mapping[str, Tensor] | None = None,
+    sum_pi_squared: Tensor | None = None,
+    kl_coefficient: float | None = None,
+) -> Advantages:
+    """The advantage of every token of the whole global batch.
+
+    ``config``: ``Algorithm``. ``rewards``: float [S], NaN where scoring failed; ``groups``: int64 [S], any ids. Further
+    inputs where the configuration needs them: ``old`` and ``behaviour`` log-probabilities [T] (``correction.reject``; old
+    and ``reference`` for ``kl`` of kind reward), the critic's ``values`` [T] (gae), ``greedy_rewards`` [S] (remax),
+    ``reward_parts`` [S] each (gdpo), ``sum_pi_squared`` [T] with ``old`` (optimal_token_baseline). ``token_rewards`` [T]
+    are added to ``rewards``, and must be 0 where the policy did not write the token. ``kl_coefficient``: in place of the
+    configured one.
+
+    Order: scoring failed → empty response → rejected for mismatch → groups of one → groups of equal rewards → shaping →
+    baseline. Whoever is dropped is in no baseline. With loss 'dpo' all advantages are 0. Raises ``AlgorithmError`` for
+    a missing input or a wrong shape.
+    """
+    if rewards.shape != (batch.samples,) or groups.shape != (batch.samples,):
+        shapes = f"rewards {list(rewards.shape)}, groups {list(groups.shape)}"
+        raise AlgorithmError(f"the batch has {batch.samples} samples, but {shapes}")
+    if token_rewards is not None and bool((token_rewards != 0).logical_and(~batch.mask).any()):
+        raise AlgorithmError("'token_rewards' are not 0 at tokens that are not trained on; they would be lost")
+    rewards = rewards.detach()
+    written = batch.lengths()
+    admission = _admit(config, rewards, groups, batch, old, behaviour)
+    if config.overlong is not None:
+        rewards = rewards + overlong_penalty(config.overlong, written)
+    coefficient = kl_coefficient
+    if config.kl is not None and config.kl.kind == "reward":
+        if old is None or reference is None:
+            raise AlgorithmError("kl of kind 'reward' needs 'old' and 'reference' log-probabilities")
+        coefficient = config.kl.coefficient if coefficient is None else coefficient
+        penalty = -coefficient * kl_estimate(old, reference, config.kl.estimator)[0]
+        token_rewards = penalty if token_rewards is None else token_rewards + penalty
+    importance = None
+    if (
+        config.correction is not None
+        and config.correction.importance is not None
+        and old is not None
+        and behaviour is not None
+    ):
+        importance = importance_weights(
+            config.correction.importance, old=old, behaviour=behaviour, batch=admission.batch
+        )
+    positions, samples = _collect(
+        admission,
+        rewards,
+        groups,
+        tokens={"old": old, "values": values, "sum_pi_squared": sum_pi_squared, "importance": importance},
+        token_rewards=token_rewards,
+        greedy_rewards=greedy_rewards,
+        reward_parts=dict(reward_parts or {}),
+    )
+    estimate = _estimate(config, samples)
+    final = admission.batch
+    spread = torch.zeros(len(final.mask), dtype=rewards.dtype, device=rewards.device)
+    returns = None if estimate.returns is None else spread.index_copy(0, positions, estimate.returns)
+    metrics = admission.counts | _summary(rewards, groups, samples, estimate)
+    return Advantages(
+        spread.index_copy(0, positions, estimate.advantages),
+        admission.accepted,
+        admission.reasons,
+        final,
+        returns,
+        metrics,
+    )
+
+
+def _admit(
+    config: Any, rewards: Tensor, groups: Tensor, batch: Jagged, old: Tensor | None, behaviour: Tensor | None
+) -> Admission:
+    admission = Admission.of(batch)
+    admission.drop(~rewards.isfinite(), "scoring_failed", "scoring failed")
+    admission.drop(batch.lengths() == 0, "empty", "empty response")
+    if config.correction is not None and config.correction.reject:
+        admission.reject_mismatch(config.correction.reject, old, behaviour)
+    if config.advantage is None or resolve(config.advantage)[0].compares_group:
+        admission.drop_lone(groups, getattr(config.advantage, "lone_group", "drop"))
+    if config.filter is not None:
+        admission.drop_equal(groups, rewards, config.filter.tolerance)
+    return admission
+
+
+def _collect(
+    admission: Admission,
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    tokens: Mapping[str, Tensor | None],
+    token_rewards: Tensor | None,
+    greedy_rewards: Tensor | None,
+    reward_parts: dict[str, Tensor],
+) -> tuple[Tensor, Samples]:
+    """(positions of the trained tokens [N], accepted samples)."""
+    batch, accepted = admission.batch, admission.accepted
+    positions, all_segments = batch.trained()
+    if positions is None:
+        positions = torch.arange(len(batch.mask), device=batch.mask.device)
+    segments = all_segments.only(accepted)
+    own = rewards[accepted]
+    of_token = (
+        own.new_zeros(len(positions)) if token_rewards is None else token_rewards.detach()[positions].to(own.dtype)
+    )
+    whole = own + segments.sum(of_token)
+    of_token = of_token.index_add(0, segments.offsets[1:] - 1, own)
+    place = positions - batch.offsets[:-1][accepted].repeat_interleave(segments.lengths)
+    return positions, Samples(
+        rewards=whole,
+        token_rewards=of_token,
+        group=groups[accepted].unique(return_inverse=True)[1],
+        segments=segments,
+        greedy_rewards=None if greedy_rewards is None else greedy_rewards[accepted],
+        reward_parts={name: part[accepted] for name, part in reward_parts.items()} | {"reward": whole},
+        columns=place,
+        **{name: None if x is None else x.detach()[positions] for name, x in tokens.items()},
+    )
+
+
+def _estimate(config: Any, samples: Samples) -> Estimate:
+    if config.advantage is None:
+        return Estimate(torch.zeros_like(samples.token_rewards))
+    estimator, settings = resolve(config.advantage)
+    if not len(samples.rewards):
+        return Estimate(samples.token_rewards, samples.token_rewards if samples.values is not None else None)
+    return estimator.function(settings, samples)
+
+
+def _summary(rewards: Tensor, groups: Tensor, samples: Samples, estimate: Estimate) -> dict[str, float]:
+    """Counts, and the distribution of the rewards of all scored samples and of the advantages."""
+    metrics = {
+        "samples": float(len(rewards)),
+        "groups": float(len(groups.unique())),
+        "accepted/samples": float(len(samples.rewards)),
+        "accepted/groups": float(samples.groups),
+        "accepted/tokens": float(len(samples.token_rewards)),
+    }
+    for name, values in (("reward", rewards[rewards.isfinite()]), ("advantage", estimate.advantages)):
+        if len(values):
+            metrics[f"{name}/mean"] = float(values.mean())
+            metrics[f"{name}/std"] = float(values.std(correction=0))
+            metrics[f"{name}/min"], metrics[f"{name}/max"] = float(values.min()), float(values.max())
+    return metrics
