@@ -52,29 +52,25 @@ def _same_length(folder: Path, recipe: Recipe) -> bool:
 
 def _running(api: str, id: str) -> str | None:
     """The flow run that already works on this campaign, if its process is alive."""
-    query = {
-        "flow_runs": {
-            "tags": {"all_": [f"campaign:{id}", "campaign"]},
-            "state": {"type": {"any_": ["RUNNING", "PENDING", "SCHEDULED"]}},
-        }
-    }
-    found = httpx.post(f"{api}/flow_runs/filter", json=query, timeout=30).json()
-    for run in found:
-        pid = _controller_pid(id, run["id"])
-        if run["state"]["type"] != "RUNNING" or pid is None or Path(f"/proc/{pid}").exists():
+    active = {"type": {"any_": ["RUNNING", "PENDING", "SCHEDULED"]}}
+    query = {"flow_runs": {"tags": {"all_": ["campaign", f"campaign:{id}"]}, "state": active}}
+    for run in httpx.post(f"{api}/flow_runs/filter", json=query, timeout=30).json():
+        if not (run["state"]["type"] == "RUNNING" and _process_is_gone(home() / "store" / id, run["id"])):
             return run["id"]
-        httpx.post(
-            f"{api}/flow_runs/{run['id']}/set_state",
-            json={"state": {"type": "CRASHED", "name": "Crashed", "message": "its process is gone"}, "force": True},
-            timeout=30,
-        )
+        _mark_crashed(api, run["id"])
     return None
 
 
-def _controller_pid(id: str, run: str) -> int | None:
-    path = home() / "store" / id / "progress.json"
-    fields = read(path)
-    return fields.get("pid") if fields.get("flow_run") == run else None
+def _process_is_gone(folder: Path, run: str) -> bool:
+    """Whether the flow run wrote its process id here and there is no such process any more."""
+    fields = read(folder / "progress.json")
+    return fields.get("flow_run") == run and not Path(f"/proc/{fields['pid']}").exists()
+
+
+def _mark_crashed(api: str, run: str) -> None:
+    """Says what nobody else can: a worker that was killed with its flow run reports nothing."""
+    state = {"type": "CRASHED", "name": "Crashed", "message": "its process is gone"}
+    httpx.post(f"{api}/flow_runs/{run}/set_state", json={"state": state, "force": True}, timeout=30).raise_for_status()
 
 
 def _start(console: Console, api: str, recipe: Recipe, given: dict[str, Any], id: str) -> str:
@@ -104,13 +100,17 @@ def _start(console: Console, api: str, recipe: Recipe, given: dict[str, Any], id
 
 def _watch(console: Console, api: str, run: str, folder: Path, recipe: Recipe) -> dict[str, Any]:
     state: dict[str, Any] = {"type": "PENDING", "name": "Pending"}
-    asked = 0.0
+    asked, gone = 0.0, 0
     with Live(console=console, refresh_per_second=4, transient=False) as live:
         while state["type"] not in FINAL:
             if time.monotonic() - asked > STATE_EVERY_S:
                 asked = time.monotonic()
                 try:
                     state = httpx.get(f"{api}/flow_runs/{run}", timeout=10).json()["state"] or state
+                    if state["type"] == "RUNNING" and _process_is_gone(folder, run):
+                        gone += 1
+                        if gone > 2:
+                            _mark_crashed(api, run)
                 except httpx.TransportError:
                     state = {"type": "UNREACHABLE", "name": "Prefect server does not answer; the campaign goes on"}
             live.update(_picture(read(folder / "progress.json"), state, recipe))

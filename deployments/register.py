@@ -1,4 +1,4 @@
-"""Creates the local work pools and the deployments of prefect.yaml; the same as by hand with Prefect's own commands."""
+"""Creates the local work pools, the automations and the deployments of prefect.yaml; the same as by hand with Prefect's own commands."""
 
 import subprocess
 import sys
@@ -7,6 +7,8 @@ from pathlib import Path
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.exceptions import ObjectAlreadyExists
+
+from headrace.deployments.automations import install
 
 
 def create_pools(names: list[str]) -> None:
@@ -21,6 +23,7 @@ def create_pools(names: list[str]) -> None:
 
 def main() -> None:
     create_pools(sys.argv[1:])
+    install()
     folder = Path(__file__).resolve().parent
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", "prefect.yaml"]
     raise SystemExit(subprocess.run(command, cwd=folder, check=False, timeout=170).returncode)
