@@ -10,7 +10,11 @@ def home() -> Path:
 
 
 def store_url(given: str) -> str:
-    """The URL of a recipe's store; empty means the home's."""
+    """The URL of a recipe's store; empty means the home's, ``block:NAME`` an ExperienceStore block."""
+    if given.startswith("block:"):
+        from headrace.blocks.stores import store_of_block
+
+        return store_of_block(given.removeprefix("block:"))
     return given or str(home() / "store")
 
 

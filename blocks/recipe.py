@@ -187,7 +187,7 @@ class Recipe(Strict):
     prompts: int = Field(8, ge=1)
     """Groups in each iteration."""
     store: str = ""
-    """URL of the store below which the campaign's folder lies (any fsspec URL); empty = the store folder of the Headrace home."""
+    """Below it lies the campaign's folder: any fsspec URL, or block:NAME; empty = the store folder of the Headrace home."""
     model: ModelSpec = ModelSpec()
     roles: Roles = Roles()
     data: DataSpec
@@ -209,16 +209,28 @@ class Recipe(Strict):
     def _consistent(self) -> "Recipe":
         problems = []
         if self.rollout.shards > self.prompts:
-            problems.append(f"rollout.shards is {self.rollout.shards} but there are {self.prompts} prompts in an iteration")
+            problems.append(
+                f"rollout.shards is {self.rollout.shards} but there are {self.prompts} prompts in an iteration"
+            )
         if self.train.minibatches > self.prompts:
-            problems.append(f"train.minibatches is {self.train.minibatches} but there are {self.prompts} groups to share out")
+            problems.append(
+                f"train.minibatches is {self.train.minibatches} but there are {self.prompts} groups to share out"
+            )
         if self.roles.rollout.engines > self.rollout.shards:
-            problems.append(f"roles.rollout.engines is {self.roles.rollout.engines} but rollout.shards is {self.rollout.shards}")
+            problems.append(
+                f"roles.rollout.engines is {self.roles.rollout.engines} but rollout.shards is {self.rollout.shards}"
+            )
         if self.roles.reference is not None and not self.needs_reference:
             problems.append("roles.reference has no effect: the algorithm uses no KL to a reference model")
         backend = self.rollout.backend
-        if isinstance(backend, VLLMRollout) and backend.logprobs_mode == "raw_logprobs" and self.rollout.temperature != 1.0:
-            problems.append("rollout.backend.logprobs_mode: raw_logprobs is wrong for training at a temperature other than 1")
+        if (
+            isinstance(backend, VLLMRollout)
+            and backend.logprobs_mode == "raw_logprobs"
+            and self.rollout.temperature != 1.0
+        ):
+            problems.append(
+                "rollout.backend.logprobs_mode: raw_logprobs is wrong for training at a temperature other than 1"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -1,4 +1,4 @@
-"""Creates the local work pools, the automations and the deployments of prefect.yaml; the same as by hand with Prefect's own commands."""
+"""Creates the local work pools, a block, the automations and the deployments of prefect.yaml; the same as by hand with Prefect's own commands."""
 
 import subprocess
 import sys
@@ -8,6 +8,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.exceptions import ObjectAlreadyExists
 
+from headrace.blocks.home import home
+from headrace.blocks.stores import ExperienceStore
 from headrace.deployments.automations import install
 
 
@@ -24,6 +26,7 @@ def create_pools(names: list[str]) -> None:
 def main() -> None:
     create_pools(sys.argv[1:])
     install()
+    ExperienceStore(url=str(home() / "store")).save("local", overwrite=True)
     folder = Path(__file__).resolve().parent
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", "prefect.yaml"]
     raise SystemExit(subprocess.run(command, cwd=folder, check=False, timeout=170).returncode)

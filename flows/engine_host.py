@@ -15,6 +15,7 @@ from prefect.events import emit_event
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
+from headrace.blocks.home import store_url
 from headrace.blocks.lease import Lease
 from headrace.blocks.recipe import Recipe
 from headrace.engines.experience.store import Store
@@ -32,7 +33,7 @@ class EngineDied(RuntimeError):
 
 
 @flow(name="engine-host", flow_run_name="{role}-{index}-{campaign}", persist_result=False)
-async def engine_host(campaign: str, role: str, index: int, epoch: int, attempt: int, store: str) -> None:
+async def engine_host(campaign: str, role: str, index: int, epoch: int, attempt: int, store: str, block: str = "") -> None:
     """Holds one engine of a campaign until it is shut down, is idle for too long, or dies.
 
     Args:
@@ -42,8 +43,11 @@ async def engine_host(campaign: str, role: str, index: int, epoch: int, attempt:
         epoch: number of this engine among those that held the role; the lease and every call carry it.
         attempt: the campaign's attempt that asked for it.
         store: URL of the campaign's store, where recipe, token and lease lie.
+        block: the recipe's ``block:NAME``, whose credentials the store needs; empty = none.
     """
     log = get_run_logger()
+    if block:
+        store_url(block)
     campaign_store = Store(store)
     recipe = Recipe.model_validate_json(campaign_store.get("recipe.json"))
     with tempfile.TemporaryDirectory(prefix=f"headrace-{role}-") as scratch:

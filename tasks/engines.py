@@ -175,6 +175,7 @@ class Engines:
                     "epoch": epoch,
                     "attempt": c.attempt,
                     "store": c.url,
+                    "block": c.recipe.store if c.recipe.store.startswith("block:") else "",
                 },
                 timeout=0,
                 idempotency_key=f"{c.id}-{role}-{index}-{epoch}-{c.attempt}",
