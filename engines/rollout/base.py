@@ -1,6 +1,7 @@
 """What a rollout engine is: the protocol that back ends implement, and the data that crosses it.
 
-Token ids in, token ids out. Nothing here imports torch: the vLLM back end is a client of a server in another environment.
+Token ids in, token ids out. Nothing here imports torch: the vLLM back end is a client of a server that has its own
+environment.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -70,9 +71,10 @@ class RolloutEngine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def load_weights(self, source: WeightSource) -> Served:
+    async def load_weights(self, source: WeightSource, *, deadline_s: float) -> Served:
         """Streams a published version in, drops what was derived from the old one, and says what is served now.
 
+        deadline_s: the longest that one wait for the publisher may take.
         Raises ``headrace.engines.checkpoint.errors.WeightError`` when anything differs from the version's manifest;
         the engine then refuses to generate until a load succeeds.
         """

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_logprobs_equal_a_transformers_forward(name: str, make_model: Callable[.
 
 
 def test_greedy_equals_transformers_generate(tiny_model: Path):
-    reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    reference: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     for request, (completion,) in zip(wanted := requests(1, 0.0), run(load(tiny_model), wanted), strict=True):
         ids = torch.tensor([list(request.prompt_ids)])
         out = reference.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
