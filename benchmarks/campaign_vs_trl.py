@@ -1,8 +1,8 @@
 """A whole iteration against a step of TRL's GRPOTrainer on the same job.
 
-``python -m benchmarks.campaign_vs_trl --trl-python PYTHON [--steps 10]``: same model, prompts in the same order, group size,
-answer length, temperature, learning rate, precision (float32 parameters, bfloat16 compute), threads. Ours is everything:
-generation, scoring, advantages, training, verified weight sync, evaluation apart, artifacts, Prefect. Then both trained
+``python -m benchmarks.campaign_vs_trl --trl-python PYTHON [--steps 10]``: same model, prompts in the same order, group
+size, answer length, temperature, learning rate, precision (float32 parameters, bfloat16 compute), threads. Ours is
+everything: generation, scoring, advantages, training, verified weight sync, artifacts, Prefect. Then both trained
 models answer the same held-out problems greedily. PYTHON: an environment with trl (``pip install trl==1.16.0``).
 Exits with status 1 when ours is less than six times as fast a step, or ends with the lower held-out reward.
 """
@@ -37,7 +37,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         theirs = run_trl(Path(scratch), recipe, given.trl_python, given.threads)
         ours, accuracy = run_ours(Path(scratch), given.steps)
-    base, mine, trl = statistics.median(theirs["seconds"][1:]), statistics.median(ours["seconds"][1:]), theirs["accuracy"]
+    base, mine, trl = (
+        statistics.median(theirs["seconds"][1:]),
+        statistics.median(ours["seconds"][1:]),
+        theirs["accuracy"],
+    )
     print(json.dumps({"headrace": ours, "trl": theirs}))
     print(f"held-out reward after {given.steps} steps: headrace {accuracy:.3f}, TRL {trl:.3f}")
     print(f"seconds a step (median, without the first): headrace {mine:.2f}, TRL {base:.2f}")

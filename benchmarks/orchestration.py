@@ -1,8 +1,9 @@
 """What Headrace and Prefect add to an iteration, and what importing them costs.
 
-``python -m benchmarks.orchestration [--iterations 8]`` runs the quickstart's iterations on a stack of its own and reports the
-seconds of each in which no engine and no scoring process worked; then compares import times, and checks that the flows
-import without torch. Needs the quickstart's model (``make model``). Exits with status 1 when a bound is missed.
+``python -m benchmarks.orchestration [--iterations 8]`` runs the quickstart's iterations on a stack of its own and
+reports the seconds of each in which no engine and no scoring process worked; then compares import times, and checks
+that the flows import without torch. Needs the quickstart's model (``make model``). Exits with status 1 when
+a bound is missed.
 """
 
 import argparse
@@ -31,7 +32,11 @@ def main() -> None:
         overheads = measure_overhead(Path(scratch), given.iterations)
     ours, prefects = import_seconds("headrace.flows.on_policy"), import_seconds("prefect")
     clean = subprocess.run(
-        [sys.executable, "-c", "import sys, headrace.flows.on_policy, headrace.flows.engine_host; sys.exit('torch' in sys.modules)"],
+        [
+            sys.executable,
+            "-c",
+            "import sys, headrace.flows.on_policy, headrace.flows.engine_host; sys.exit('torch' in sys.modules)",
+        ],
         check=False,
     ).returncode
     overhead, ratio = statistics.median(overheads), ours / prefects
@@ -43,7 +48,11 @@ def main() -> None:
 
 def measure_overhead(scratch: Path, iterations: int) -> list[float]:
     """Overhead of each iteration but the first, seconds."""
-    settings = [f"iterations={iterations}", "evaluate.problems=0", f"model.path={model_folder('smollm2-135m-instruct')}"]
+    settings = [
+        f"iterations={iterations}",
+        "evaluate.problems=0",
+        f"model.path={model_folder('smollm2-135m-instruct')}",
+    ]
     with stack(scratch / "home") as headrace:
         headrace("run", "quickstart", *(word for setting in settings for word in ("--set", setting)))
     rows = History(Store(str(scratch / "home" / "store" / "quickstart"))).rows()
@@ -53,7 +62,10 @@ def measure_overhead(scratch: Path, iterations: int) -> list[float]:
 def import_seconds(module: str) -> float:
     """Best of several imports, each in a process of its own."""
     code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(IMPORT_ROUNDS)]
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(IMPORT_ROUNDS)
+    ]
     return min(float(run.stdout) for run in runs)
 
 

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the quickstart's job; run by ``benchmarks.campaign_vs_trl`` in an environment that has trl.
 
-Reads ``{"model", "prompts": [[messages, answer], …], "steps", "prompts_per_step", "n", "max_tokens", "temperature", "lr",
-"threads", "out"}`` from the file named on the command line, trains, writes seconds and reward of every step to
+Reads ``{"model", "prompts": [[messages, answer], …], "steps", "prompts_per_step", "n", "max_tokens", "temperature",
+"lr", "threads", "out"}`` from the file named on the command line, trains, writes seconds and reward of every step to
 ``out/steps.json`` and the trained model to ``out/model``.
 """
 
@@ -70,7 +70,11 @@ config = GRPOConfig(
 )
 rows = [{"prompt": messages, "answer": answer} for messages, answer in job["prompts"]]
 trainer = GRPOTrainer(
-    model=job["model"], reward_funcs=last_number, args=config, train_dataset=Dataset.from_list(rows), callbacks=[Clock()]
+    model=job["model"],
+    reward_funcs=last_number,
+    args=config,
+    train_dataset=Dataset.from_list(rows),
+    callbacks=[Clock()],
 )
 trainer.train()
 trainer.save_model(str(out / "model"))

@@ -1,1 +1,1 @@
-"""Configuration: recipes, manifests, and the Prefect blocks of this package (the ``prefect.collections`` entry point)."""
+"""Configuration, torch-free: recipes, manifests, leases, Prefect blocks."""

@@ -1,5 +1,6 @@
 """Recipe files: YAML with inheritance (``base:``), and where each value came from."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,8 @@ def assignments(settings: list[str]) -> dict[str, Any]:
         parsed = yaml.safe_load(value)
         if isinstance(parsed, str):
             # YAML 1.1 reads 1e-6 as text
-            try:
+            with contextlib.suppress(ValueError):
                 parsed = float(parsed)
-            except ValueError:
-                pass
         *sections, name = path.split(".")
         node = tree
         for section in sections:

@@ -19,7 +19,7 @@ class ModelSpec(Strict):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of trainer and rollout; the trainer's master weights are float32."""
     head_dtype: Literal["model", "float32"] = "model"
-    """Dtype of the language-model head on both sides; float32 removes most of the mismatch that bfloat16 rounding makes."""
+    """Dtype of the language-model head on both sides; float32 removes most of the mismatch of bfloat16 rounding."""
 
 
 class Role(Strict):
@@ -53,7 +53,7 @@ class Roles(Strict):
     rollout: Role = Role(pool="rollout")
     """The engines that sample."""
     reference: Role | None = None
-    """An engine of its own for the reference model; left out, the actor keeps a frozen copy where the algorithm needs one."""
+    """An engine of its own for the reference model; left out, the actor keeps a frozen copy where one is needed."""
 
 
 class TransformersRollout(Strict):
@@ -187,7 +187,7 @@ class Recipe(Strict):
     prompts: int = Field(8, ge=1)
     """Groups in each iteration."""
     store: str = ""
-    """Below it lies the campaign's folder: any fsspec URL, or block:NAME; empty = the store folder of the Headrace home."""
+    """Below it lies the campaign's folder: any fsspec URL, or block:NAME; empty = the Headrace home's store."""
     model: ModelSpec = ModelSpec()
     roles: Roles = Roles()
     data: DataSpec

@@ -150,9 +150,7 @@ def run(recipe: str, settings: list[str], campaign: str, bring_up: bool, port: i
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             down()
         else:
-            print(
-                "\nno longer following; the campaign goes on. Look again: headrace status. Stop it: prefect flow-run cancel"
-            )
+            print("\nno longer following; the campaign goes on (headrace status). Stop it: prefect flow-run cancel")
         raise SystemExit(130) from None
 
 

@@ -21,6 +21,14 @@ from headrace.blocks.recipe import Recipe
 from headrace.tasks.progress import read
 
 DEPLOYMENT = {"quickstart", "reasoning-gym", "quickstart-vllm"}
+NUMBERS = [
+    ("reward", "reward", ".3f"),
+    ("held-out accuracy", "accuracy", ".3f"),
+    ("tokens/s", "tokens_per_second", ".0f"),
+    ("s/iteration", "iteration_seconds", ".1f"),
+    ("overhead s", "overhead_seconds", ".2f"),
+]
+"""What the live display shows: label, field of the progress file, format."""
 REFRESH_S = 0.5
 STATE_EVERY_S = 3.0
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -122,9 +130,7 @@ def _picture(p: dict[str, Any], state: dict[str, Any], recipe: Recipe) -> Group:
     done, total = p.get("iteration", 0), recipe.iterations
     table = Table.grid(padding=(0, 2))
     table.add_row("iteration", f"{done}/{total}", "stage", p.get("stage", state["name"]))
-    numbers = [("reward", "reward", ".3f"), ("held-out accuracy", "accuracy", ".3f"), ("tokens/s", "tokens_per_second", ".0f"),
-               ("s/iteration", "iteration_seconds", ".1f"), ("overhead s", "overhead_seconds", ".2f")]  # fmt: skip
-    table.add_row(*(w for label, key, form in numbers if key in p for w in (label, format(p[key], form))))
+    table.add_row(*(w for label, key, form in NUMBERS if key in p for w in (label, format(p[key], form))))
     return Group(table, ProgressBar(total=total, completed=done, width=60), Text(state["name"], style="dim"))
 
 
@@ -144,12 +150,13 @@ def _tell(console: Console, folder: Path, state: dict[str, Any], id: str, given:
     for sample in s["samples"]:
         console.print(Text(f"Q: {sample['prompt']}\n  before: {sample['before']!r}\n  after:  {sample['after']!r}"))
     name = given.get("base", "quickstart")
+    deployed = name if name in DEPLOYMENT else "quickstart"
     console.print(
         f"\ntrained model   {s['model']}\n"
         f"UI              {state['ui']}  (campaign: {state['ui']}/runs)\n"
         f"run it again    headrace run {name} --campaign {id}-2 --set seed=1\n"
         f"change it       headrace run {name} --campaign {id}-3 --set train.optim.lr=1e-5   (all settings: --dry-run)\n"
-        f"schedule it     prefect deployment schedule create on-policy/{name if name in DEPLOYMENT else 'quickstart'} --cron '0 2 * * *'\n"
+        f"schedule it     prefect deployment schedule create on-policy/{deployed} --cron '0 2 * * *'\n"
         f"stop the server headrace down",
         highlight=False,
     )

@@ -1,4 +1,4 @@
-"""Creates the local work pools, a block, the automations and the deployments of prefect.yaml; the same as by hand with Prefect's own commands."""
+"""Creates the local work pools, a block, the automations and the deployments of prefect.yaml."""
 
 import subprocess
 import sys

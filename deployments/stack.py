@@ -1,7 +1,7 @@
 """What `headrace up` keeps running: a Prefect server, the local work pools and one process with their workers.
 
-It runs in the background under a guard process (``engines/guard.py``) and starts again what dies. A worker that is killed
-leaves its flow runs running; stopping the guard ends every process below it, whoever its parent is by then.
+It runs in the background under a guard process (``engines/guard.py``) and starts again what dies. A worker that is
+killed leaves its flow runs running; stopping the guard ends every process below it, whoever its parent is by then.
 """
 
 import json
@@ -85,10 +85,10 @@ def launch(port: int, api: str | None) -> int:
     state_file().unlink(missing_ok=True)
     # The guard holds both ends of its lifeline: it never closes, only a signal or the stack's end ends it.
     read, write = os.pipe()
+    command = [sys.executable, "-m", "headrace.deployments.stack", str(port), *([api] if api else [])]
     with (logs / "stack.log").open("ab") as log:
         guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(GUARD), str(read), str(GRACE_S), "--"]
-            + [sys.executable, "-m", "headrace.deployments.stack", str(port), *([api] if api else [])],
+            [sys.executable, "-I", "-S", str(GUARD), str(read), str(GRACE_S), "--", *command],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[read, write], start_new_session=True,
         )  # fmt: skip
     os.close(read)
@@ -127,7 +127,13 @@ class Stack:
     def _say(self, phase: str) -> None:
         self._phase = phase
         processes = {name: child.pid for name, child in self._children.items()}
-        state = {"pid": os.getppid(), "processes": processes, "api": self._api, "ui": self._api.removesuffix("/api"), "phase": phase}
+        state = {
+            "pid": os.getppid(),
+            "processes": processes,
+            "api": self._api,
+            "ui": self._api.removesuffix("/api"),
+            "phase": phase,
+        }
         written = state_file().with_suffix(".tmp")
         written.write_text(json.dumps(state))
         os.replace(written, state_file())

@@ -1,4 +1,4 @@
-"""Workers of several process pools in one process: what `headrace up` runs instead of one `prefect worker start` each."""
+"""Workers of several process pools in one process: `headrace up` runs it instead of several `prefect worker start`."""
 
 import asyncio
 import sys

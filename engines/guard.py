@@ -1,9 +1,9 @@
 """Runs one command and takes every descendant down with it. Standard library only: run by path, in any interpreter.
 
-``python guard.py FD GRACE -- command …`` starts the command and leaves when it ends, when FD (the read end of a pipe whose
-write end the owner holds) closes, or on SIGTERM / SIGINT. Before it leaves it ends all descendants: SIGTERM, then SIGKILL
-after GRACE seconds. As a child subreaper (Linux) it also finds processes that changed session or lost their parent, so a
-torchrun gang or an inference server leaves nothing behind even when its owner was killed with SIGKILL.
+``python guard.py FD GRACE -- command …`` starts the command and leaves when it ends, when FD (the read end of a pipe
+whose write end the owner holds) closes, or on SIGTERM / SIGINT. Before it leaves it ends all descendants: SIGTERM, then
+SIGKILL after GRACE seconds. As a child subreaper (Linux) it also finds processes that changed session or lost their
+parent, so a torchrun gang or an inference server leaves nothing behind even when its owner was killed with SIGKILL.
 """
 
 import contextlib

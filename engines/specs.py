@@ -66,8 +66,8 @@ def _rollout(recipe: Recipe, place: Role, threads: int) -> rollout.RolloutSpec:
     python = os.environ.get("HEADRACE_VLLM_PYTHON", "") if recipe.rollout.backend.kind == "vllm" else ""
     if recipe.rollout.backend.kind == "vllm" and not os.path.isfile(python):
         raise EngineSpecError(
-            f"the vllm back end needs the interpreter of an environment that has vLLM: set HEADRACE_VLLM_PYTHON in the job "
-            f"variables of work pool {place.pool} (now {python or 'not set'}); `make vllm-env` makes one for CPUs"
+            f"the vllm back end needs the interpreter of an environment that has vLLM: set HEADRACE_VLLM_PYTHON in the "
+            f"job variables of work pool {place.pool} (now {python or 'not set'}); `make vllm-env` makes one for CPUs"
         )
     return rollout.RolloutSpec(
         model=str(model_folder(recipe.model.path)),

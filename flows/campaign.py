@@ -1,4 +1,4 @@
-"""What every pipeline begins and ends with: checks before anything starts, engines, and the state left by earlier attempts."""
+"""What every pipeline begins and ends with: checks, engines, and the state that earlier attempts left."""
 
 import asyncio
 import os

@@ -33,7 +33,9 @@ class EngineDied(RuntimeError):
 
 
 @flow(name="engine-host", flow_run_name="{role}-{index}-{campaign}", persist_result=False)
-async def engine_host(campaign: str, role: str, index: int, epoch: int, attempt: int, store: str, block: str = "") -> None:
+async def engine_host(
+    campaign: str, role: str, index: int, epoch: int, attempt: int, store: str, block: str = ""
+) -> None:
     """Holds one engine of a campaign until it is shut down, is idle for too long, or dies.
 
     Args:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from headrace.engines.report import History
 
 from headrace.blocks.home import home, model_folder, store_url
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.recipe import Recipe
 from headrace.engines.experience.ledger import Ledger
 from headrace.engines.experience.store import Store, stage_key
+from headrace.engines.report import History
 from headrace.engines.reward.pool import RewardPool
 from headrace.tasks.engines import Engines
 from headrace.tasks.progress import Progress
@@ -145,8 +145,8 @@ class Campaign:
             ]
             if changed:
                 raise RecipeChanged(
-                    f"campaign {self.id!r} at {self.url} was started with another recipe (differs in: {', '.join(changed)}). "
-                    f"Continue it with its own recipe, or start another campaign: give another campaign id"
+                    f"campaign {self.id!r} at {self.url} was started with another recipe "
+                    f"(differs in: {', '.join(changed)}). Continue it with its own recipe, or give another campaign id"
                 )
         self.store.put("recipe.json", self.recipe.model_dump_json(indent=2).encode())
 

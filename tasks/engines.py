@@ -1,4 +1,4 @@
-"""The engines of a campaign as its tasks see them: found warm, started when missing, brought to the state that is needed."""
+"""The engines of a campaign as its tasks see them: found warm, started when missing, brought to the needed state."""
 
 import asyncio
 import time
@@ -64,7 +64,7 @@ class Engines:
         deadline_s: float | None = None,
         on_progress: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, Any]:
-        """One job on a ready engine. Raises EngineLost when it dies under the job; it is started again at the next call."""
+        """One job on a ready engine. Raises EngineLost when it dies under the job; the next call starts it again."""
         client = await self.ready(role, index)
         deadline = deadline_s or self._campaign.recipe.deadlines.stage
         return await self.call_on(client, role, index, method, params, job_id, deadline, on_progress)
@@ -183,7 +183,7 @@ class Engines:
             )
         except ObjectNotFound as error:
             raise EngineStartFailed(
-                f"there is no deployment {name} for work pool {pool}: add one to prefect.yaml and run: prefect deploy --all"
+                f"there is no deployment {name}: add it to prefect.yaml for work pool {pool}; prefect deploy --all"
             ) from error
         end = time.monotonic() + c.recipe.deadlines.engine_start
         async with get_client() as api:
@@ -198,9 +198,9 @@ class Engines:
                     )
                 if time.monotonic() > end:
                     raise EngineStartFailed(
-                        f"{role}-{index} was not healthy {c.recipe.deadlines.engine_start:.0f} s after its host was asked for "
-                        f"(flow run {run.name}, now {state.name if state else 'unknown'}); is a worker of pool {pool} online? "
-                        f"Start one with: prefect worker start --pool {pool}"
+                        f"{role}-{index} was not healthy within {c.recipe.deadlines.engine_start:.0f} s "
+                        f"(flow run {run.name}, now {state.name if state else 'unknown'}); is a worker of its pool "
+                        f"online? Start one with: prefect worker start --pool {pool}"
                     )
                 await asyncio.sleep(0.3)
         client = EngineClient(lease, token=c.token, attempt=c.attempt)

@@ -60,7 +60,7 @@ def _model_problems(recipe: Recipe) -> list[str]:
     if not (folder / "config.json").is_file():
         return [
             f"model.path: no model in {folder} (no config.json). Give a Hugging Face folder; "
-            f"`python -m headrace.deployments.smollm2 {home() / 'models' / 'smollm2-135m-instruct'}` brings the quickstart's"
+            f"the quickstart's: python -m headrace.deployments.smollm2 {home() / 'models' / 'smollm2-135m-instruct'}"
         ]
     problems = []
     if not list(folder.glob("*.safetensors")):
@@ -70,7 +70,7 @@ def _model_problems(recipe: Recipe) -> list[str]:
         problems.append(f"model.path: {folder} has no tokenizer_config.json")
     elif not (folder / "chat_template.jinja").is_file() and not json.loads(tokenizer.read_text()).get("chat_template"):
         problems.append(
-            f"model.path: the tokenizer of {folder} has no chat template; prompts are chats: put one into chat_template.jinja"
+            f"model.path: the tokenizer of {folder} has no chat template: put one into chat_template.jinja there"
         )
     return problems
 

@@ -1,7 +1,7 @@
 """Brings a fresh or found engine to the state that the campaign is in.
 
-A trainer loads the last durable state and repeats the stored batches since: the same jobs on the same bytes, so on a CPU
-the weights are the same bits. A rollout engine pulls the current version from the trainer.
+A trainer loads the last durable state and repeats the stored batches since: the same jobs on the same bytes, so on a
+CPU the weights are the same bits. A rollout engine pulls the current version from the trainer.
 """
 
 import asyncio
@@ -134,9 +134,9 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     for index, answer in zip(rollouts, served, strict=True):
         if (answer.version, answer.digest) != (c.version, digest):
             raise SyncMismatch(
-                f"rollout-{index} serves version {answer.version} with digest {answer.digest}, but version {c.version} was "
-                f"published with digest {digest}. Nothing was trained on it. Look at the log of its engine host; starting the "
-                f"campaign again loads the weights again"
+                f"rollout-{index} serves version {answer.version} with digest {answer.digest}, but version {c.version} "
+                f"was published with digest {digest}. Nothing was trained on it. Look at the log of its engine host; "
+                f"starting the campaign again loads the weights again"
             )
         c.engines.serving[index] = c.version
     return served

@@ -1,4 +1,4 @@
-"""What people see: one table, some samples and one picture in the Prefect UI, metrics as Parquet and for TensorBoard."""
+"""What people see: a table, samples and a picture in the Prefect UI, metrics as Parquet and for TensorBoard."""
 
 import asyncio
 import base64
@@ -19,6 +19,8 @@ SAMPLES = 4
 """Answers shown of each iteration."""
 MOVING = 5
 """Iterations whose mean is the reward before and after in the summary."""
+SHOWN = ("reward", "tokens_per_second", "iteration_seconds", "overhead_seconds")
+"""Figures of the live display."""
 PICTURE_EVERY = 10
 """Iterations between two pictures; drawing one takes a core for a second."""
 
@@ -41,7 +43,7 @@ async def report(step: int, served: list[Served]) -> None:
     row["policy_lag"] = 0.0
     c.reported_at = now
     await asyncio.to_thread(c.history.add, row)
-    c.progress.update(iteration=step + 1, stage="report", **{k: row[k] for k in ("reward", "tokens_per_second", "iteration_seconds", "overhead_seconds") if k in row})  # fmt: skip
+    c.progress.update(iteration=step + 1, stage="report", **{name: row[name] for name in SHOWN if name in row})
     table = stage_table(row, c.attempts)
     c.attempts.clear()
     c.in_background(_show(c, step, row, table, stages))

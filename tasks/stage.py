@@ -23,8 +23,8 @@ def _engine_was_lost(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) ->
 def stage(name: str, run_name: str) -> Callable[[Callable[P, Coroutine[Any, Any, R]]], Task[P, Coroutine[Any, Any, R]]]:
     """Makes a stage's coroutine a Prefect task.
 
-    A task run is retried when its engine was lost; the next try finds a new engine. Results stay in memory: what a stage
-    made is in the store under its content key, and that is what a restarted campaign finds.
+    A task run is retried when its engine was lost; the next try finds a new engine. Results stay in memory: what a
+    stage made is in the store under its content key, and that is what a restarted campaign finds.
     """
     return lambda fn: task(
         fn,

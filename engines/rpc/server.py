@@ -97,7 +97,9 @@ class JobServer:
             threading.Thread(target=self._watch, args=(server,), name="watch", daemon=True).start()
             written = endpoint.with_suffix(".tmp")
             written.write_text(
-                json.dumps({"url": f"http://{host}:{listener.getsockname()[1]}", "pid": os.getpid(), "epoch": self._epoch})
+                json.dumps(
+                    {"url": f"http://{host}:{listener.getsockname()[1]}", "pid": os.getpid(), "epoch": self._epoch}
+                )
             )
             written.replace(endpoint)
             server.run(sockets=[listener])
@@ -160,9 +162,13 @@ class JobServer:
             raise HTTPException(401, "wrong or missing campaign token")
         epoch, attempt = (int(request.headers.get(h, 0)) for h in ("x-headrace-epoch", "x-headrace-attempt"))
         if epoch != self._epoch:
-            raise HTTPException(409, f"epoch: this {self._role} engine has epoch {self._epoch}, the caller means {epoch}")
+            raise HTTPException(
+                409, f"epoch: this {self._role} engine has epoch {self._epoch}, the caller means {epoch}"
+            )
         if attempt < self._attempt:
-            raise HTTPException(423, f"attempt {self._attempt} of the campaign holds this engine; {attempt} is fenced off")
+            raise HTTPException(
+                423, f"attempt {self._attempt} of the campaign holds this engine; {attempt} is fenced off"
+            )
         self._attempt = attempt
         self._heard = time.monotonic()
 

@@ -54,6 +54,8 @@ def test_another_recipe_under_the_same_campaign_is_refused(stack, tiny_recipe):
 
 
 def test_a_model_that_is_not_there_is_refused_before_engines_start(stack, tiny_recipe):
-    done = stack.headrace("run", str(tiny_recipe), "--campaign", "lost", "--set", "model.path=/nowhere", "--set", "prompts=99999")
+    done = stack.headrace(
+        "run", str(tiny_recipe), "--campaign", "lost", "--set", "model.path=/nowhere", "--set", "prompts=99999"
+    )
     assert done.returncode == 1 and "no model in /nowhere" in done.stderr and "training problems" in done.stderr
     assert not stack.store("lost").paths("leases")

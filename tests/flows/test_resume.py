@@ -1,4 +1,4 @@
-"""Whatever is killed with SIGKILL, and whenever: no group is lost or trained twice, and the weights come out the same."""
+"""Whatever is killed, and whenever: no group is lost or trained twice, and the weights come out the same."""
 
 import hashlib
 import json
