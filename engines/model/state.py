@@ -1,0 +1,120 @@
+"""Trainer state on disk: sharded, atomic, readable by a gang of another size; and the export for other programs."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
+
+from headrace.engines.model.errors import BadState
+
+if TYPE_CHECKING:
+    from headrace.engines.model.fsdp2 import FSDP2Engine
+
+COMPLETE = "COMPLETE"
+"""Marker file of a whole folder, and what is not a tensor: step, cursor, key of the last train job."""
+FORMAT = 1
+
+
+def save(engine: "FSDP2Engine", path: Path, cursor: int) -> None:
+    """Writes into a temporary folder beside ``path``, puts the marker in last, and renames."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    if engine.gang.rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    dcp.save(_tensors(engine), checkpoint_id=temporary)
+    if engine.gang.rank == 0:
+        facts = {
+            "format": FORMAT,
+            "train_step": engine.train_step,
+            "last_key": engine.last_key,
+            "kl_coefficient": engine.kl_coefficient,
+            "cursor": cursor,
+            "parameters": {name: list(p.shape) for name, p in engine.trained().parameters.items()},
+        }
+        _write_synced(temporary / COMPLETE, json.dumps(facts).encode())
+        _place(temporary, path)
+    dist.barrier()
+
+
+def load(engine: "FSDP2Engine", path: Path) -> int:
+    """Restores everything that ``save`` wrote; returns the data cursor. Raises BadState before anything has changed."""
+    marker = path / COMPLETE
+    if not marker.is_file():
+        raise BadState(f"{path} holds no complete trainer state: there is no file {COMPLETE} in it")
+    facts = json.loads(marker.read_text())
+    if facts["format"] != FORMAT:
+        raise BadState(f"{path} has format {facts['format']}; this version reads format {FORMAT}")
+    if facts["parameters"] != {name: list(p.shape) for name, p in engine.trained().parameters.items()}:
+        raise BadState(f"{path} is the state of another model: its parameters are not those of {engine.spec.model}")
+    engine.train_step = None
+    engine.trained().reshard()
+    tensors = _tensors(engine)
+    dcp.load(tensors, checkpoint_id=path)
+    torch.set_rng_state(tensors["random"])
+    engine.train_step, engine.last_key = facts["train_step"], facts["last_key"]
+    engine.kl_coefficient = facts["kl_coefficient"]
+    return facts["cursor"]
+
+
+def _tensors(engine: "FSDP2Engine") -> dict[str, Any]:
+    """The tensors that make up the state, to be written or to be read into. Missing optimizer state is created."""
+    model, optimizer = engine.trained(), engine.optimizer
+    assert optimizer is not None
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in model.parameters.items():
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=engine.gang.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        moments[name] = {key: state[key] for key in ("step", "exp_avg", "exp_avg_sq")}
+    parameters = {name: p.detach() for name, p in model.parameters.items()}
+    return {"model": parameters, "optimizer": moments, "random": torch.get_rng_state()}
+
+
+def export(engine: "FSDP2Engine", path: Path) -> None:
+    """Rank 0 writes safetensors in the compute dtype, the configuration, and the tokenizer's files as they were."""
+    first = engine.gang.rank == 0
+    gathered = {name: tensor.cpu().clone() for name, tensor in engine.named_tensors() if first}
+    if first:
+        temporary = path.with_name(f".{path.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for file in Path(engine.spec.model).iterdir():
+            if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".gguf")):
+                shutil.copyfile(file, temporary / file.name)
+        config = json.loads((temporary / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        (temporary / "config.json").write_text(json.dumps(config | {"dtype": engine.spec.dtype}, indent=2))
+        save_torch_state_dict(gathered, temporary, metadata={"format": "pt"})
+        _place(temporary, path)
+    dist.barrier()
+
+
+def _place(temporary: Path, path: Path) -> None:
+    """Renames; what was at ``path`` before goes away afterwards."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    temporary.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
