@@ -1,0 +1,40 @@
+"""All that is wrong is said at once, before any engine starts."""
+
+import shutil
+
+import pytest
+
+from headrace.blocks.recipe import Recipe
+from headrace.tasks.preflight import RecipeRefused, check_recipe
+
+
+def _recipe(model, **over):
+    return Recipe.model_validate({"base": "quickstart", "model": {"path": str(model)}, **over})
+
+
+def test_a_good_recipe_passes(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    check_recipe(_recipe(tiny_model))
+
+
+def test_every_reason_is_in_one_message(monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    with pytest.raises(RecipeRefused) as caught:
+        check_recipe(_recipe("/nowhere/model", evaluate={"problems": 9999}, data={"kind": "sums", "held_out": 10}))
+    message = str(caught.value)
+    assert "no model in /nowhere/model" in message and "evaluate.problems is 9999, but 10" in message
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    with pytest.raises(RecipeRefused, match="no chat template"):
+        check_recipe(_recipe(tmp_path / "model"))
+
+
+def test_a_full_disk_is_seen_before_the_start(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(RecipeRefused, match="GB free"):
+        check_recipe(_recipe(tiny_model))
