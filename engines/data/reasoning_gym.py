@@ -50,8 +50,8 @@ def reasoning_gym(spec: ReasoningGym) -> Splits:
         raise DataError(f"reasoning-gym could not generate {spec.task}:\n  " + "\n  ".join(tail))
     halves = json.loads(child.stdout)
     name = f"reasoning_gym/{spec.task}"
-    held = [_problem(spec, entry, f"{name}/{spec.seed}/held-out/{i}") for i, entry in halves["held_out"]]
-    train = without((_problem(spec, entry, f"{name}/{spec.seed}/{i}") for i, entry in halves["train"]), held)
+    held = [problem(spec, entry, f"{name}/{spec.seed}/held-out/{i}") for i, entry in halves["held_out"]]
+    train = without((problem(spec, entry, f"{name}/{spec.seed}/{i}") for i, entry in halves["train"]), held)
     if len(held) < spec.held_out or not train:
         raise DataError(
             f"{spec.task} with this config has too few different problems: {len(held)} to hold out "
@@ -60,7 +60,8 @@ def reasoning_gym(spec: ReasoningGym) -> Splits:
     return Splits(Listed(name, train), Listed(f"{name}/held-out", held))
 
 
-def _problem(spec: ReasoningGym, entry: dict[str, Any], prompt_id: str) -> Problem:
+def problem(spec: ReasoningGym, entry: dict[str, Any], prompt_id: str) -> Problem:
+    """A generated entry as a problem; its ground truth carries all that the verifier needs."""
     question = entry["question"].strip()
     content = f"{question}\n{spec.instruction}" if spec.instruction else question
     truth = {"answer": entry["answer"], "task": spec.task, "config": spec.config, "entry": entry["packed"]}

@@ -9,7 +9,7 @@ pytest.importorskip("reasoning_gym")
 
 from headrace.blocks.data import ReasoningGym
 from headrace.engines.data import DataError, first, load_splits
-from headrace.engines.data.reasoning_gym import reasoning_gym
+from headrace.engines.data.reasoning_gym import generate, problem, reasoning_gym
 from headrace.engines.reward.functions import find
 
 CHAIN = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
@@ -28,8 +28,8 @@ def test_halves_share_no_question_and_the_instruction_is_added():
     train, held_out = map(_questions, splits)
     assert len(held_out) == 20 and len(train) == len(set(train)) > 50 and not set(train) & set(held_out)
     assert all(q.endswith("\nAnswer with only the number.") for q in train)
-    problem = splits.train.problem(0)
-    assert find("last_number", {})(f"It is {problem.ground_truth['answer']}.", problem.ground_truth) == 1.0
+    truth = splits.train.problem(0).ground_truth
+    assert find("last_number", {})(f"It is {truth['answer']}.", truth) == 1.0
 
 
 def test_neighbouring_seeds_share_few_problems():
@@ -44,17 +44,17 @@ def test_a_task_that_depends_on_pythons_hash_seed_is_the_same_every_time():
 
 @pytest.mark.parametrize("task", ["word_ladder", "arc_agi", "gcd", "number_sorting"])
 def test_gold_answers_score_1_after_their_way_through_json(task):
-    for _, problem in first(load_splits(_spec(task, size=3, held_out=2)).train):
-        truth = json.loads(json.dumps(problem.ground_truth))
+    for _, made in first(load_splits(_spec(task, size=3, held_out=2)).train):
+        truth = json.loads(json.dumps(made.ground_truth))
         assert find("reasoning_gym", {})(truth["answer"], truth) == 1.0
         assert find("reasoning_gym", {"extract": "answer_tag"})(f"so <answer>{truth['answer']}</answer>", truth) == 1.0
         assert find("reasoning_gym", {"extract": "answer_tag"})(truth["answer"], truth) == 0.0
 
 
 def test_a_task_without_gold_answer_is_scored_by_its_verifier():
-    problem = load_splits(_spec("rush_hour", size=2, held_out=1)).train.problem(0)
-    assert problem.ground_truth["answer"] is None
-    score = find("reasoning_gym", {})("A+1", problem.ground_truth)
+    truth = load_splits(_spec("rush_hour", size=2, held_out=1)).train.problem(0).ground_truth
+    assert truth["answer"] is None
+    score = find("reasoning_gym", {})("A+1", truth)
     assert isinstance(score, float) and 0.0 <= score < 1.0
 
 
@@ -84,7 +84,8 @@ def test_every_task_of_the_package():
 
     wrong = []
     for task in sorted(set(DATASETS) - {"composite"}):
-        truth = load_splits(_spec(task, size=2, held_out=1)).train.problem(0).ground_truth
+        spec = _spec(task, size=2, held_out=1)
+        truth = problem(spec, generate(spec)["train"][0][1], "id").ground_truth
         truth = json.loads(json.dumps(truth))
         answer = truth["answer"]
         value = find("reasoning_gym", {})(answer if isinstance(answer, str) else "no", truth)
