@@ -98,19 +98,19 @@ def _from_zero(panel: "Axes", rows: Rows, name: str) -> None:
         panel.set_ylim(0, max(1.0, 1.2 * max(values)))
 
 
-def _legend(panel: "Axes", place: str = "best") -> None:
+def _legend(panel: "Axes") -> None:
     if panel.get_legend_handles_labels()[0]:
-        panel.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc=place)
+        panel.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="best")
 
 
 def _reward(panel: "Axes", rows: Rows, _: Mapping[int, Mapping[str, float]]) -> None:
     _titled(panel, "Reward of the samples")
-    _, values = series(rows, "reward")
+    values = series(rows, "reward")[1]
     width = mean_width(values)
     _line(panel, rows, "reward", BLUE, f"mean of {width} iterations" if width > 1 else "")
     if all(0 <= value <= 1 for value in values):
         panel.set_ylim(0, 1.02)
-    _legend(panel, "lower right")
+    _legend(panel)
 
 
 def _accuracy(panel: "Axes", rows: Rows, evaluations: Mapping[int, Mapping[str, float]]) -> None:

@@ -22,7 +22,8 @@ def samples_markdown(generated: pa.Table, scored: pa.Table, count: int) -> str:
     ranked = sorted(range(len(rewards)), key=lambda i: (rewards[i] is not None, rewards[i] or 0.0, i))
     last = len(ranked) - 1
     places = sorted({round(i * last / max(1, count - 1)) for i in range(count)}) if ranked else []
-    shown = generated.select(columns).take([ranked[place] for place in places]).to_pylist()
+    table = generated.select(columns)
+    shown = [table.slice(ranked[place], 1).to_pylist()[0] for place in places]
     return "\n".join(_sample(row, scores[row["uid"]]) for row in shown)
 
 

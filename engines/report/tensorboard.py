@@ -1,5 +1,6 @@
 """Event files for TensorBoard, written without torch."""
 
+import importlib
 import importlib.util
 import io
 import logging
@@ -27,8 +28,7 @@ def write_tensorboard(folder: Path, rows: Sequence[Mapping[str, float]]) -> None
     """
     if not _installed():
         return
-    from tensorboard.compat.proto import event_pb2, summary_pb2
-
+    event_pb2, summary_pb2 = _messages("event_pb2"), _messages("summary_pb2")
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / NAME, "a+b") as file:
         end, last = _whole_records(file)
@@ -52,6 +52,11 @@ def write_tensorboard(folder: Path, rows: Sequence[Mapping[str, float]]) -> None
         os.fsync(file.fileno())
 
 
+def _messages(module: str) -> Any:
+    """Generated code: its names exist at run time only."""
+    return importlib.import_module(f"tensorboard.compat.proto.{module}")
+
+
 @lru_cache(maxsize=1)
 def _installed() -> bool:
     found = importlib.util.find_spec("tensorboard") is not None
@@ -72,8 +77,6 @@ def _record(event: Any) -> bytes:
 
 def _whole_records(file: BinaryIO) -> tuple[int, int | None]:
     """Where the last complete record ends, and the step of that record; None when no iteration is there yet."""
-    from tensorboard.compat.proto import event_pb2
-
     size = file.seek(0, os.SEEK_END)
     begin = end = 0
     while end + HEADER.size <= size:
@@ -86,4 +89,4 @@ def _whole_records(file: BinaryIO) -> tuple[int, int | None]:
     if not begin:  # nothing, or the file's version alone
         return end, None
     file.seek(begin + HEADER.size)
-    return end, event_pb2.Event.FromString(file.read(end - begin - HEADER.size - 4)).step
+    return end, _messages("event_pb2").Event.FromString(file.read(end - begin - HEADER.size - 4)).step
