@@ -3,6 +3,6 @@
 from headrace.engines.checkpoint.engine import publish, pull
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.plan import PARTITION_BYTES, digest_of, make_plan
-from headrace.engines.checkpoint.shm import release
+from headrace.engines.checkpoint.segment import release
 
 __all__ = ["PARTITION_BYTES", "WeightError", "digest_of", "make_plan", "publish", "pull", "release"]

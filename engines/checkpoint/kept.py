@@ -180,7 +180,7 @@ def pull_store(source: WeightSource, sink: Sink, deadline_s: float, expect: Expe
         hashes.append(manifest.hashes[step[0].index])
 
     try:
-        overlap(fetch(), use, lambda: None, deadline_s)
+        overlap(fetch(), use, lambda error: None, deadline_s)
     except TimeoutError as error:
         raise WeightError(
             f"{files.url}: no partition came for {deadline_s:g} s",

@@ -44,11 +44,13 @@ def check_expected(plan: Plan, expect: Expect | None) -> None:
         )
 
 
-def overlap(steps: Iterator[T], use: Callable[[T], None], stop: Callable[[], None], deadline_s: float | None) -> None:
+def overlap(
+    steps: Iterator[T], use: Callable[[T], None], stop: Callable[[BaseException], None], deadline_s: float | None
+) -> None:
     """Uses each item while a thread fetches the next: two are alive at a time.
 
     deadline_s: for each fetch, beyond which TimeoutError; None where the fetch itself has one.
-    stop: called when anything fails; it must end a fetch that is still under way.
+    stop: called with the error when anything fails; it must end a fetch that is still under way.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="weights-ahead") as pool:
         try:
@@ -57,8 +59,8 @@ def overlap(steps: Iterator[T], use: Callable[[T], None], stop: Callable[[], Non
                 coming = pool.submit(next, steps, None)
                 use(item)
                 del item  # else three would be alive
-        except BaseException:
-            stop()
+        except BaseException as error:
+            stop(error)
             raise
 
 

@@ -6,9 +6,6 @@ receiver → publisher: join {rank, pid}, ack {index}, done {digest}, abort {rea
 """
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 Message = dict[str, Any]
@@ -16,17 +13,6 @@ Message = dict[str, Any]
 HEAD = 4
 LIMIT = 256 << 20
 """Bytes of the longest message that is believed; a plan of a hundred thousand tensors has 20 MB."""
-
-
-@contextmanager
-def short(path: str) -> Iterator[str]:
-    """Another name of ``path``, short enough for a unix socket (107 bytes), valid in this process inside the block."""
-    folder, name = os.path.split(os.path.abspath(path))
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{descriptor}/{name}"
-    finally:
-        os.close(descriptor)
 
 
 def encode(kind: str, **content: Any) -> bytes:

@@ -1,9 +1,7 @@
 """Transport ``shm``, the receiver: partitions are read where the publisher wrote them, through a read-only mapping."""
 
-import ctypes
 import mmap
 import os
-import select
 import socket
 import time
 from collections.abc import Iterator
@@ -15,10 +13,9 @@ import xxhash
 from headrace.blocks.weights import Partition, Plan, WeightSource
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.load import Assembler, Expect, Sink, check_expected, overlap
-from headrace.engines.checkpoint.messages import HEAD, Message, decode, encode, length, short
+from headrace.engines.checkpoint.messages import HEAD, Message, decode, encode, length
 from headrace.engines.checkpoint.plan import check_plan, digest_of_hashes
-
-_IN_MOVED_TO, _IN_CREATE, _IN_CLOEXEC, _IN_NONBLOCK = 0x80, 0x100, 0o2000000, 0o4000
+from headrace.engines.checkpoint.rendezvous import connect
 
 
 class _Link:
@@ -28,7 +25,7 @@ class _Link:
         self._source, self._deadline_s, self._rank = source, deadline_s, rank
         self.index: int | None = None
         """The partition that is waited for, for errors."""
-        self._socket, self.memory = _connect(source.address, deadline_s, self.error)
+        self._socket, self.memory = connect(source.address, deadline_s, self.error)
         self._out = self._socket.dup()  # sends and receives are in different threads, with timeouts of their own
 
     def error(self, what: str, advice: str = "") -> WeightError:
@@ -39,6 +36,8 @@ class _Link:
             self._out.settimeout(self._deadline_s)
             self._out.sendall(encode(kind, **content))
         except OSError as error:
+            if kind in ("join", "ack") and not isinstance(error, TimeoutError):
+                return  # the publisher hung up; the next receive reads what it said before
             raise self._gone(error) from error
 
     def receive(self, kind: str) -> Message:
@@ -79,8 +78,10 @@ class _Link:
             "see the trainer's log, then publish the version again",
         )
 
-    def stop(self) -> None:
-        """Ends a ``receive`` of another thread."""
+    def fail(self, error: BaseException) -> None:
+        """Tells the publisher why this receiver ends, and ends a ``receive`` of another thread."""
+        with suppress(WeightError):  # the publisher may be the one that is gone
+            self.send("abort", reason=f"{type(error).__name__}: {error}")
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
@@ -88,51 +89,6 @@ class _Link:
         self._out.close()
         self._socket.close()
         os.close(self.memory)
-
-
-def _connect(address: str, deadline_s: float, failed) -> tuple[socket.socket, int]:
-    """A connection that was welcomed, and the descriptor of the memory that came with the welcome."""
-    end = time.monotonic() + deadline_s
-    folder = os.path.dirname(os.path.abspath(address))
-    os.makedirs(folder, exist_ok=True)
-    appeared = _watch(folder)
-    try:
-        while True:
-            link = socket.socket(socket.AF_UNIX)
-            with (
-                suppress(OSError),
-                short(address) as path,
-            ):  # no socket yet, or that of a publisher which ended: wait for the next
-                link.settimeout(max(end - time.monotonic(), 1e-3))
-                link.connect(path)
-                welcome, descriptors, _, _ = socket.recv_fds(link, 1, 1)
-                if welcome and descriptors:
-                    return link, descriptors[0]
-            link.close()
-            while not _named(appeared, os.path.basename(address), end - time.monotonic()):
-                if time.monotonic() >= end:
-                    raise failed(
-                        f"no publisher listened at {address} for {deadline_s:g} s",
-                        "publish to the same address, on the same machine",
-                    )
-    finally:
-        os.close(appeared)
-
-
-def _watch(folder: str) -> int:
-    """An inotify descriptor that reports what appears in a folder: a wait that needs no polling."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    descriptor = libc.inotify_init1(_IN_CLOEXEC | _IN_NONBLOCK)
-    if descriptor < 0 or libc.inotify_add_watch(descriptor, os.fsencode(folder), _IN_MOVED_TO | _IN_CREATE) < 0:
-        raise OSError(ctypes.get_errno(), f"cannot watch {folder}: {os.strerror(ctypes.get_errno())}")
-    return descriptor
-
-
-def _named(descriptor: int, name: str, timeout_s: float) -> bool:
-    """True when something of that name appeared; False when anything else did or time is over."""
-    if not select.select([descriptor], [], [], max(timeout_s, 0))[0]:
-        return False
-    return os.fsencode(name) in os.read(descriptor, 1 << 16)
 
 
 def pull_shm(source: WeightSource, sink: Sink, deadline_s: float, expect: Expect | None, rank: int) -> str:
@@ -143,8 +99,7 @@ def pull_shm(source: WeightSource, sink: Sink, deadline_s: float, expect: Expect
             link.send("done", digest=digest)
             return digest
         except BaseException as error:
-            with suppress(WeightError):  # the publisher may be the one that is gone
-                link.send("abort", reason=f"{type(error).__name__}: {error}")
+            link.fail(error)
             raise
 
 
@@ -152,10 +107,14 @@ def _receive(link: _Link, source: WeightSource, sink: Sink, expect: Expect | Non
     offer = link.receive("plan")
     if offer["version"] != source.version:
         raise link.error(f"the publisher at {source.address} sends version {offer['version']}")
-    plan, slot_bytes = Plan.model_validate(offer["plan"]), int(offer["slot_bytes"])
+    slot_bytes = int(offer["slot_bytes"])
+    try:
+        plan = Plan.model_validate(offer["plan"])
+        memory = memoryview(mmap.mmap(link.memory, 2 * slot_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+    except (OSError, ValueError) as error:
+        raise link.error(f"the publisher's plan and memory cannot be used: {error}") from error
     check_plan(plan)
     check_expected(plan, expect)
-    memory = memoryview(mmap.mmap(link.memory, 2 * slot_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
     link.send("join", rank=rank, pid=os.getpid())
     assembler = Assembler(sink)
     hashes: list[str] = []
@@ -180,7 +139,7 @@ def _receive(link: _Link, source: WeightSource, sink: Sink, expect: Expect | Non
         assembler.feed(*step)
         link.send("ack", index=step[0].index)
 
-    overlap(verified(), use, link.stop, None)
+    overlap(verified(), use, link.fail, None)
     link.index = None
     digest = digest_of_hashes(hashes)
     if (told := link.receive("commit")["digest"]) != digest:

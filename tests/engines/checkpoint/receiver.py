@@ -1,0 +1,31 @@
+"""A receiver in a process of its own: pulls, writes what it got, says what it serves, or why not.
+
+options: source, out, rank; deadline_s; hold = name of the tensor at which it says so and waits.
+"""
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from headrace.engines.checkpoint import WeightError, pull
+
+pipe: Connection = globals()["pipe"]
+options: dict[str, Any] = globals()["options"]
+got: dict[str, torch.Tensor] = {}
+
+
+def sink(name: str, tensor: torch.Tensor) -> None:
+    if name == options.get("hold"):
+        pipe.send("holding")
+        pipe.recv()
+    got[name] = tensor.clone()
+
+
+try:
+    served = pull(options["source"], sink, deadline_s=options.get("deadline_s", 20), rank=options["rank"])
+except WeightError as error:
+    pipe.send(error)
+else:
+    torch.save(got, options["out"])
+    pipe.send(served)

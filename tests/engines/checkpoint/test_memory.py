@@ -1,0 +1,83 @@
+"""Both sides stay within two partitions and one tensor, whatever the model's size."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MB = 1 << 20
+PARTITION = 16 * MB
+TENSOR = 40 * MB
+"""The largest tensor on the wire (bfloat16); the iterator makes it in float32."""
+SLACK = 24 * MB
+"""Threads, event loop, allocator; the model has 400 MB."""
+
+SIDE = """
+import sys, threading, torch
+from headrace.blocks.weights import WeightSource
+from headrace.engines.checkpoint import publish, pull
+
+side, transport, address, store = sys.argv[1:]
+MB = 1 << 20
+sizes = [4] * 40 + [40] + [4] * 40 + [40]  # MB on the wire, 400 in all
+metas = [(f"t{i}", "float32", [size * MB // 2048, 1024]) for i, size in enumerate(sizes)]
+
+def tensors():
+    for i, (name, _, shape) in enumerate(metas):
+        yield name, torch.full(shape, float(i))
+
+def peak():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+def run(metas, tensors):
+    if side == "publish":
+        publish(tensors, metas, version=1, train_step=1, transport=transport, address=address, store=store,
+                partition_bytes=16 * MB, deadline_s=60)
+    else:
+        source = WeightSource(version=1, transport=transport, address=address, store=store)
+        total = []
+        pull(source, lambda name, tensor: total.append(float(tensor[-1, -1])), deadline_s=60)
+        assert total == [float(i) for i in range(len(sizes))], total
+
+threading.Thread(target=print).start()
+torch.full((1024, 1024), 1.0).to(torch.bfloat16)
+with open("/proc/self/clear_refs", "w") as reset:
+    reset.write("5")
+before = peak()
+run(metas, tensors())
+print(peak() - before)
+"""
+
+
+def side(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SIDE, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"OMP_NUM_THREADS": "1"},
+    )
+
+
+def used(process: subprocess.Popen[str]) -> int:
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return int(said.split()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "store"])
+def test_memory_does_not_grow_with_the_model(transport: str, tmp_path: Path) -> None:
+    arguments = (transport, tmp_path / "w", tmp_path) if transport == "shm" else (transport, "w", tmp_path)
+    publisher = side("publish", *arguments)
+    if transport == "store":
+        sent = used(publisher)
+        received = used(side("pull", *arguments))
+    else:
+        received = used(side("pull", *arguments))
+        sent = used(publisher)
+    print(f"publisher {sent / MB:.0f} MB, receiver {received / MB:.0f} MB, two partitions {2 * PARTITION / MB:.0f} MB")
+    assert received <= 2 * PARTITION + TENSOR + SLACK
+    assert sent <= 2 * PARTITION + 2 * TENSOR + SLACK  # its tensor is float32: twice what travels
+    assert resource.getpagesize()

@@ -1,0 +1,165 @@
+"""A process in the middle that spoils what lies in shared memory or what is said about it: all of it is refused."""
+
+import json
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from headrace.blocks.weights import WeightSource
+from headrace.engines.checkpoint import WeightError, publish, pull
+from headrace.engines.checkpoint.messages import HEAD, Message, encode
+from headrace.engines.checkpoint.rendezvous import connect
+
+PARTITION = 4096
+Spoil = Callable[["Middle", Message], Message]
+
+
+class Middle:
+    """Passes messages both ways, and partitions through memory of its own; ``spoil`` sees what the publisher says."""
+
+    def __init__(self, front: str, back: str, spoil: Spoil) -> None:
+        self._spoil, self._back = spoil, back
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(front)
+        self._listener.listen()
+        self._listener.settimeout(20)
+
+    def run(self) -> None:
+        publisher, descriptor = connect(self._back, 20, lambda what, advice: WeightError(what, advice=advice))
+        with self._listener, self._listener.accept()[0] as receiver, publisher:
+            receiver.settimeout(20)
+            publisher.settimeout(20)
+            offer = read(publisher)
+            size = 2 * offer["slot_bytes"]
+            self.slot_bytes = offer["slot_bytes"]
+            self.theirs = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+            mine = os.memfd_create("middle")
+            os.ftruncate(mine, size)
+            self.mine = mmap.mmap(mine, size)
+            socket.send_fds(receiver, [b"\0"], [mine])
+            say(receiver, offer)
+            back = threading.Thread(target=passes, args=(receiver, publisher))
+            back.start()
+            with suppress(EOFError, OSError):
+                while True:
+                    say(receiver, self._spoil(self, read(publisher)))
+            receiver.shutdown(socket.SHUT_RDWR)
+            back.join(20)
+            os.close(mine)
+            os.close(descriptor)
+
+    def copy(self, slot: int, source: int | None = None) -> None:
+        """A slot from the publisher's memory into the receiver's."""
+        size = self.slot_bytes
+        begin = (slot if source is None else source) * size
+        self.mine[slot * size : slot * size + size] = self.theirs[begin : begin + size]
+
+
+def passes(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_RDWR)
+
+
+def read(end: socket.socket) -> Message:
+    def exactly(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            if not (piece := end.recv(count - len(data))):
+                raise EOFError
+            data += piece
+        return data
+
+    return json.loads(exactly(int.from_bytes(exactly(HEAD), "big")))
+
+
+def say(end: socket.socket, message: Message) -> None:
+    end.sendall(encode(**message))
+
+
+def honest(middle: Middle, message: Message) -> Message:
+    if message["kind"] == "ready":
+        middle.copy(message["slot"])
+    return message
+
+
+def flipped(middle: Middle, message: Message) -> Message:
+    honest(middle, message)
+    if message.get("index") == 5:
+        middle.mine[message["slot"] * middle.slot_bytes + 1234] ^= 1
+    return message
+
+
+def stale(middle: Middle, message: Message) -> Message:
+    """Partition 5 is announced, its slot still has partition 3."""
+    return message if message.get("index") == 5 else honest(middle, message)
+
+
+def swapped(middle: Middle, message: Message) -> Message:
+    """Partition 5 is announced, its slot has partition 4."""
+    if message.get("index") == 5:
+        middle.copy(message["slot"], source=1 - message["slot"])
+        return message
+    return honest(middle, message)
+
+
+def dropped(middle: Middle, message: Message) -> Message:
+    """Partition 5 is never announced; the one after it is."""
+    honest(middle, message)
+    return {**message, "index": 6} if message.get("index") == 5 else message
+
+
+def renamed(middle: Middle, message: Message) -> Message:
+    """Another content with its true hash: only the digest of the whole can tell."""
+    honest(middle, message)
+    return {**message, "digest": "0" * 32} if message["kind"] == "commit" else message
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (flipped, "partition 5: its hash is"),
+        (stale, "partition 5: its hash is"),
+        (swapped, "partition 5: its hash is"),
+        (dropped, "partition 5: partition 6 came instead"),
+        (renamed, "the digest of what came is"),
+    ],
+)
+def test_it_is_refused(spoil: Spoil, why: str, model: dict[str, Tensor], metas: list, tmp_path: Path) -> None:
+    names: list[str] = []
+    with pytest.raises(WeightError, match=f"weight version 1, rank 0.*{why}"):
+        transfer(spoil, model, metas, tmp_path, names)
+    assert "half" not in names or spoil is renamed
+
+
+def test_an_honest_one_changes_nothing(model: dict[str, Tensor], metas: list, tmp_path: Path) -> None:
+    names: list[str] = []
+    transfer(honest, model, metas, tmp_path, names)
+    assert names == list(model)
+
+
+def transfer(spoil: Spoil, model: dict[str, Tensor], metas: list, folder: Path, names: list[str]) -> None:
+    front, back = str(folder / "front"), str(folder / "back")
+    middle = Middle(front, back, spoil)
+    settings: dict[str, Any] = {"version": 1, "train_step": 1, "transport": "shm", "deadline_s": 20}
+    settings |= {"address": back, "partition_bytes": PARTITION, "receivers": 1}
+    with ThreadPoolExecutor(2) as pool:
+        sent = pool.submit(publish, iter(model.items()), metas, **settings)
+        pool.submit(middle.run)
+        source = WeightSource(version=1, transport="shm", address=front)
+        try:
+            pull(source, lambda name, tensor: names.append(name), deadline_s=20)
+        except WeightError:
+            assert isinstance(sent.exception(20), WeightError)
+            raise
+        sent.result(20)
