@@ -98,7 +98,7 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     tag = f"{c.version}-{c.attempt}-{next(c.sync_numbers)}"
     if spec.transport == "shm":
         # One address for the campaign: the publisher reuses its memory from version to version.
-        address = str(Path(tempfile.gettempdir()) / f"headrace-{xxhash.xxh3_64_hexdigest(c.url)}.sock")
+        address = str(Path(tempfile.gettempdir()) / f"headrace-{xxhash.xxh3_64_hexdigest(c.url.encode())}.sock")
         source = WeightSource(version=c.version, transport="shm", address=address)
     else:
         source = WeightSource(version=c.version, transport="store", address=f"weights/v{c.version:06d}", store=c.url)
