@@ -5,7 +5,7 @@ from torch import Tensor
 
 from headrace.algorithms.errors import AlgorithmError
 
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 128 * 2**20
 """Default size of the float32 logits that exist at once."""
 
 
@@ -122,7 +122,7 @@ class _TokenLogprobs(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         logits_of: _Logits = ctx.logits_of
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=logits_of.wide) if need_weight else None
+        grad_weight: Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=logits_of.wide) if need_bias else None
         for rows in logits_of.chunks:
             grad = logits_of.of(rows, first=False).sub_(normalisers[rows, None])
@@ -140,9 +140,11 @@ class _TokenLogprobs(torch.autograd.Function):
             narrow = grad.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(narrow, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                _add_product(grad_weight, narrow.t(), hidden[rows])
+            if need_weight:
+                grad_weight = _accumulate(grad_weight, narrow.t(), hidden[rows], logits_of)
         logits_of.buffers.clear()
+        if need_weight and grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
         tempered = [
             g if g is None or logits_of.temperature == 1.0 else g / logits_of.temperature
             for g in (grad_hidden, grad_weight, grad_bias)
@@ -151,8 +153,9 @@ class _TokenLogprobs(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+def _accumulate(total: Tensor | None, left: Tensor, right: Tensor, logits_of: _Logits) -> Tensor:
+    """total + left right; sums of several chunks are in float32."""
+    if total is None:
+        product = left @ right
+        return product if len(logits_of.chunks) == 1 else product.to(logits_of.wide)
+    return total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)

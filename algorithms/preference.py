@@ -13,7 +13,7 @@ from headrace.algorithms.sums import Sums
 
 @dataclass(frozen=True)
 class PairTerms:
-    """``values`` [P]: the loss of each pair; ``slope`` [S]: derivative of its pairs' loss by a sample's log-probability."""
+    """``values`` [P]: the loss of each pair; ``slope`` [S]: its derivative by each token's log-probability."""
 
     values: Tensor
     slope: Tensor
@@ -39,6 +39,8 @@ def dpo(config: Any, *, new: Tensor, reference: Tensor | None, pairs: Tensor, se
         values = -(1 - smooth) * logsigmoid(scaled) - smooth * logsigmoid(-scaled)
         by_margin = config.beta * (torch.sigmoid(scaled) - (1 - smooth))
     slope = torch.zeros_like(reward).index_add(0, chosen, by_margin).index_add(0, rejected, -by_margin)
+    if config.form == "ipo":
+        slope = slope / segments.lengths.clamp(min=1)
     return PairTerms(values, slope, _pair_sums(config, reward, margin, pairs))
 
 
@@ -47,9 +49,9 @@ def _pair_sums(config: Any, reward: Tensor, margin: Tensor, pairs: Tensor) -> Su
     return Sums(
         totals={
             "dpo/pairs": torch.tensor(float(len(pairs)), dtype=torch.float64, device=reward.device),
-            "dpo/correct_pairs": (margin > 0).sum().double(),
-            "dpo/chosen_reward_sum": scaled[pairs[:, 0]].sum().double(),
-            "dpo/rejected_reward_sum": scaled[pairs[:, 1]].sum().double(),
+            "dpo/accuracy": (margin > 0).sum().double(),
+            "dpo/chosen_reward": scaled[pairs[:, 0]].sum().double(),
+            "dpo/rejected_reward": scaled[pairs[:, 1]].sum().double(),
         }
     )
 

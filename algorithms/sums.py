@@ -76,6 +76,7 @@ def finish_metrics(sums: Sums) -> dict[str, float]:
     for weights in WEIGHTS:
         _moments(result, weights)
     _explained_variance(result)
+    _pair_means(result)
     return result
 
 
@@ -100,6 +101,15 @@ def _explained_variance(metrics: dict[str, float]) -> None:
         variance = square - metrics["value/return_mean"] ** 2
         if variance > 0:
             metrics["value/explained_variance"] = 1 - metrics["value/squared_error"] / variance
+
+
+def _pair_means(metrics: dict[str, float]) -> None:
+    """Mean implicit rewards of preference pairs, and the share of pairs in the right order."""
+    pairs = metrics.get("dpo/pairs", 0.0)
+    for name in ("dpo/accuracy", "dpo/chosen_reward", "dpo/rejected_reward"):
+        value = metrics.pop(name, None)
+        if value is not None and pairs:
+            metrics[name] = value / pairs
 
 
 def total(values: Tensor) -> Tensor:
