@@ -1,0 +1,166 @@
+"""The jobs of a rollout host: manifests in, manifests out; tokens stay on this side."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict
+
+from headrace.blocks.manifest import Manifest
+from headrace.engines.experience.schema import GENERATE
+from headrace.engines.experience.store import Store
+from headrace.engines.rollout.base import Completion, Group, Request, RolloutEngine, Sampling
+from headrace.engines.rollout.counter import sample_seed
+from headrace.engines.rollout.errors import RolloutError, WrongVersion
+from headrace.engines.rollout.render import Renderer
+
+Progress = Callable[..., None]
+"""Called with named figures."""
+
+
+class _Sample(BaseModel):
+    """Parameters that sampling jobs share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    store: str
+    key: str
+    step: int
+    shard: int = 0
+    prompts: Manifest
+    start: int
+    """First row of the prompts table."""
+    stop: int
+    """One after its last row."""
+    max_tokens: int
+    campaign_seed: int
+    version: int
+    """The weight version that must make the tokens."""
+    inputs: list[str]
+
+
+class GenerateParams(_Sample):
+    """Job ``generate``: n samples of each prompt."""
+
+    n: int
+    temperature: float
+
+
+class EvaluateParams(_Sample):
+    """Job ``evaluate``: one greedy answer to each prompt."""
+
+
+async def generate(engine: RolloutEngine, renderer: Renderer, params: GenerateParams, progress: Progress) -> Manifest:
+    """Samples groups and commits them under stage ``generate``; see ``_sample``."""
+    return await _sample(engine, renderer, "generate", params, params.n, params.temperature, progress)
+
+
+async def evaluate(engine: RolloutEngine, renderer: Renderer, params: EvaluateParams, progress: Progress) -> Manifest:
+    """Answers greedily and commits under stage ``evaluate``; see ``_sample``."""
+    return await _sample(engine, renderer, "evaluate", params, 1, 0.0, progress)
+
+
+async def _sample(
+    engine: RolloutEngine,
+    renderer: Renderer,
+    stage: str,
+    params: _Sample,
+    n: int,
+    temperature: float,
+    progress: Progress,
+) -> Manifest:
+    """Makes the GENERATE columns of rows start … stop, unless the store has them under the same key.
+
+    Raises:
+        WrongVersion: the engine serves other weights than asked for.
+        RolloutError: samples were aborted; nothing is committed.
+    """
+    store = Store(params.store)
+    if (done := store.lookup(stage, params.step, params.shard, params.key)) is not None:
+        return done
+    served = await engine.served()
+    if served is None or served.version != params.version:
+        raise WrongVersion(
+            f"{stage} of step {params.step} needs weight version {params.version}, but this engine serves "
+            f"{f'version {served.version}' if served else 'none yet'}: sync the weights first"
+        )
+    assert params.prompts.part is not None
+    prompts = store.read_table(params.prompts.part).slice(params.start, params.stop - params.start).to_pylist()
+    sampling = Sampling(temperature, params.max_tokens, renderer.stop_token_ids)
+    rendered = {row["group_id"]: renderer.render(row["messages"]) for row in prompts}
+    requests = [
+        Request(
+            group=row["group_id"],
+            prompt_ids=rendered[row["group_id"]][1],
+            seeds=[sample_seed(params.campaign_seed, row["group_id"], sample) for sample in range(n)],
+            sampling=sampling,
+        )
+        for row in prompts
+    ]
+    began = time.monotonic()
+    groups: dict[int, Group] = {}
+    tokens = 0
+    async for group in engine.generate(requests):
+        groups[group.group] = group
+        tokens += sum(len(completion.token_ids) for completion in group.completions)
+        progress(groups=len(groups), of=len(requests), tokens=tokens)
+    seconds = time.monotonic() - began
+    rows = [
+        _row(prompt, request, completion, rendered[request.group][0], renderer)
+        for prompt, request in zip(prompts, requests, strict=True)
+        for completion in groups[request.group].completions
+    ]
+    cut = [row["uid"] for row in rows if row["finish_reason"] == "abort"]
+    if cut:
+        raise RolloutError(f"{len(cut)} samples were aborted, first {cut[0]}; nothing of this shard was committed")
+    fingerprint = engine.fingerprint()
+    semantics = {"temperature": temperature, "max_tokens": params.max_tokens, "stop": list(renderer.stop_token_ids)}
+    schema = GENERATE.with_metadata({"sampling": json.dumps(semantics), "engine": json.dumps(fingerprint)})
+    part = store.write_table(
+        f"experience/{params.step:06d}/{stage}-{params.shard}.arrow", pa.Table.from_pylist(rows, schema=schema)
+    )
+    return store.commit(
+        Manifest(
+            stage=stage,
+            step=params.step,
+            shard=params.shard,
+            key=params.key,
+            part=part,
+            inputs=params.inputs,
+            metrics={
+                "samples": len(rows),
+                "tokens": tokens,
+                "prompt_tokens": sum(len(request.prompt_ids) for request in requests),
+                "seconds": seconds,
+                "tokens_per_second": tokens / seconds,
+                "mean_length": tokens / len(rows),
+                "truncated": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
+            },
+            info={"version": served.version, "digest": served.digest, "fingerprint": fingerprint},
+        )
+    )
+
+
+def _row(
+    prompt: dict[str, Any], request: Request, completion: Completion, prompt_text: str, renderer: Renderer
+) -> dict[str, Any]:
+    """One row of GENERATE."""
+    return {
+        "uid": f"{request.group}-{completion.sample}",
+        "group_id": request.group,
+        "prompt_id": prompt["prompt_id"],
+        "sample": completion.sample,
+        "prompt_ids": list(request.prompt_ids),
+        "response_ids": completion.token_ids,
+        "response_mask": [1] * len(completion.token_ids),
+        "behaviour_logprobs": completion.logprobs,
+        "weight_spans": [{"version": version, "tokens": tokens} for version, tokens in completion.weight_spans],
+        "finish_reason": completion.finish_reason,
+        "turns": 1,
+        "seed": request.seeds[completion.sample],
+        "prompt_text": prompt_text,
+        "text": renderer.decode(completion.token_ids),
+        "ground_truth": prompt["ground_truth"],
+    }

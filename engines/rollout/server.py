@@ -1,0 +1,130 @@
+"""The rollout engine's process: ``python -m headrace.engines.rollout.server --spec SPEC.json``."""
+
+import argparse
+import asyncio
+import concurrent.futures
+import sys
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace.blocks.weights import WeightSource
+from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.rollout import jobs
+from headrace.engines.rollout.base import RolloutEngine
+from headrace.engines.rollout.errors import RolloutError
+from headrace.engines.rollout.render import Renderer
+from headrace.engines.rollout.spec import RolloutSpec, ServerSpec
+from headrace.engines.rpc.server import Job, JobServer
+
+CANCEL_S = 0.25
+"""How often a running job looks whether it was cancelled."""
+STATUS_S = 5.0
+"""Longest time that the engine's loop may take to say what it serves."""
+CLOSE_S = 30.0
+"""Longest time that closing an engine may take."""
+
+T = TypeVar("T")
+
+
+class LoadParams(BaseModel):
+    """Job ``load_weights``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: WeightSource
+    deadline_s: float
+
+
+class RolloutHost:
+    """One engine on an event loop of its own; jobs come from the job server's worker thread."""
+
+    def __init__(self, spec: RolloutSpec, log_dir: Path) -> None:
+        """Starts the engine; blocks until it can serve."""
+        self.renderer = Renderer(Path(spec.model))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
+        self._thread.start()
+        # The back end has a deadline of its own for its start.
+        self.engine: RolloutEngine = asyncio.run_coroutine_threadsafe(_start(spec, log_dir), self._loop).result()
+
+    def execute(self, job: Job) -> dict[str, Any]:
+        """Runs one job; called by JobServer."""
+        if job.method == "generate":
+            work = jobs.generate(self.engine, self.renderer, jobs.GenerateParams(**job.params), job.progress)
+        elif job.method == "evaluate":
+            work = jobs.evaluate(self.engine, self.renderer, jobs.EvaluateParams(**job.params), job.progress)
+        elif job.method == "load_weights":
+            load = LoadParams(**job.params)
+            work = self.engine.load_weights(load.source, deadline_s=load.deadline_s)
+        else:
+            raise ValueError(f"a rollout engine has no job {job.method!r}: generate, evaluate, load_weights")
+        return self._run(work, job).model_dump(mode="json")
+
+    def status(self) -> dict[str, Any]:
+        """What ``/health`` adds."""
+        served = asyncio.run_coroutine_threadsafe(self.engine.served(), self._loop).result(STATUS_S)
+        return {
+            "version": served.version if served else None,
+            "digest": served.digest if served else None,
+            "deterministic": self.engine.deterministic,
+            "fingerprint": self.engine.fingerprint(),
+        }
+
+    def close(self) -> None:
+        """Ends the engine and its children."""
+        asyncio.run_coroutine_threadsafe(self.engine.close(), self._loop).result(CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+
+    def _run(self, work: Coroutine[Any, Any, T], job: Job) -> T:
+        """The result of a coroutine on the engine's loop; a cancelled job cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while not concurrent.futures.wait([future], CANCEL_S).done:
+            if job.cancelled.is_set():
+                future.cancel()
+        if future.cancelled():
+            raise RolloutError("the job was cancelled")
+        return future.result()
+
+
+async def _start(spec: RolloutSpec, log_dir: Path) -> RolloutEngine:
+    if spec.backend.kind == "vllm":
+        from headrace.engines.rollout.vllm import VLLMEngine
+
+        return await VLLMEngine.start(spec, log_dir)
+    from headrace.engines.rollout.hf import TransformersEngine
+
+    return TransformersEngine(spec)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--spec", type=Path, required=True, help="JSON of headrace.engines.rollout.spec.ServerSpec")
+    path: Path = parser.parse_args().spec
+    try:
+        spec = ServerSpec.model_validate_json(path.read_bytes())
+        host = RolloutHost(spec.rollout, Path(spec.log_dir))
+    except (OSError, ValidationError, RolloutError, WeightError) as error:
+        print(f"the rollout engine cannot start: {error}", file=sys.stderr)
+        return 1
+    server = JobServer(
+        host.execute,
+        role=spec.role,
+        epoch=spec.epoch,
+        token=spec.token,
+        status=host.status,
+        idle_limit_s=spec.idle_limit_s,
+    )
+    try:
+        server.run(Path(spec.endpoint), host=spec.host, port=spec.port)
+    finally:
+        host.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
