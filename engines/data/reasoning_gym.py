@@ -6,7 +6,6 @@ Python's sets, that is on PYTHONHASHSEED, so a resumed campaign would see other 
 with a fixed hash seed, and the ground truth of a problem carries the whole entry that its verifier needs.
 """
 
-import difflib
 import importlib.util
 import json
 import os
@@ -16,15 +15,11 @@ from typing import Any
 
 from headrace.blocks.data import ReasoningGym
 from headrace.engines.data.base import DataError, Listed, Problem, Splits, without
-from headrace.engines.data.packing import pack
 
-SEED_STRIDE = 1 << 20
-"""Generator states between two seeds: above the largest number of problems that one seed may use."""
-CANDIDATES = 20
-"""Problems tried for each one held out, where a task repeats itself."""
+GENERATOR = "headrace.engines.data.generator"
 DEADLINE_S = 600.0
 REFUSED = 3
-"""Exit status of the generator for what the user can put right."""
+"""Exit status of the generator for what the user can put right; the message is on its stderr."""
 
 
 def reasoning_gym(spec: ReasoningGym) -> Splits:
@@ -33,7 +28,7 @@ def reasoning_gym(spec: ReasoningGym) -> Splits:
         raise DataError(f"reasoning-gym is not installed for {sys.executable}: pip install 'headrace[cpu]'")
     try:
         child = subprocess.run(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", GENERATOR],
             input=spec.model_dump_json().encode(),
             capture_output=True,
             timeout=DEADLINE_S,
@@ -66,51 +61,3 @@ def problem(spec: ReasoningGym, entry: dict[str, Any], prompt_id: str) -> Proble
     content = f"{question}\n{spec.instruction}" if spec.instruction else question
     truth = {"answer": entry["answer"], "task": spec.task, "config": spec.config, "entry": entry["packed"]}
     return Problem(prompt_id, [{"role": "user", "content": content}], truth)
-
-
-def generate(spec: ReasoningGym) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-    """(index, {question, answer, packed}) of both halves; runs in the generator's process."""
-    from reasoning_gym import create_dataset
-    from reasoning_gym.factory import DATASETS
-
-    if spec.task not in DATASETS:
-        near = difflib.get_close_matches(spec.task, DATASETS, n=3) or sorted(DATASETS)[:5]
-        raise DataError(f"reasoning-gym has no task {spec.task!r}; near: {', '.join(near)}")
-    start = spec.seed * SEED_STRIDE
-    try:
-        train = create_dataset(spec.task, seed=start, size=spec.size, **spec.config)
-        tries = min(spec.held_out * CANDIDATES, SEED_STRIDE - spec.size)
-        held_out = create_dataset(spec.task, seed=start + spec.size, size=tries, **spec.config)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise DataError(f"reasoning-gym refuses this config of {spec.task}: {error}") from error
-
-    def item(dataset: Any, index: int) -> tuple[int, dict[str, Any]]:
-        entry = dataset[index]
-        return index, {"question": entry["question"], "answer": entry["answer"], "packed": pack(entry)}
-
-    held: dict[str, tuple[int, dict[str, Any]]] = {}
-    for index in range(tries):
-        if len(held) == spec.held_out:
-            break
-        found = item(held_out, index)
-        held.setdefault(found[1]["question"].strip(), found)
-    return {"held_out": list(held.values()), "train": [item(train, i) for i in range(spec.size)]}
-
-
-def main() -> int:
-    spec = ReasoningGym.model_validate_json(sys.stdin.buffer.read())
-    # A task that prints must not mix into the answer.
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    try:
-        halves = generate(spec)
-    except DataError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    with answer:
-        json.dump(halves, answer)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
