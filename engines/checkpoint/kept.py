@@ -78,16 +78,18 @@ def read_manifest(files: Files, address: str, version: int) -> WeightManifest | 
 
 
 class StoreSender:
-    """Writes one partition while the next is exported; two are in memory."""
+    """Writes one partition while the next is exported, in two buffers. (An object store's client copies one more.)"""
 
     def __init__(self, url: str, address: str, plan: Plan, version: int, train_step: int, deadline_s: float) -> None:
         self._files, self._address = Files(url), address
         self._plan, self._version, self._train_step, self._deadline_s = plan, version, train_step, deadline_s
         self._earlier = read_manifest(self._files, address, version)
-        self._memory = bytearray()
         self._under_way: list[Future[str]] = []
 
     def __enter__(self) -> "StoreSender":
+        self._headers = [_header(partition) for partition in self._plan.partitions]
+        longest = max(len(head) + part.nbytes for head, part in zip(self._headers, self._plan.partitions, strict=True))
+        self._memory = [memoryview(bytearray(longest)) for _ in self._headers[:2]]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-keep")
         return self
 
@@ -97,14 +99,13 @@ class StoreSender:
     def buffer(self, partition: Partition) -> memoryview:
         if partition.index >= 2:
             self._hash(partition.index - 2)
-        header = _header(partition)
-        self._memory = bytearray(len(header) + partition.nbytes)
-        self._memory[: len(header)] = header
-        return memoryview(self._memory)[len(header) :]
+        return self._file(partition)[len(self._headers[partition.index]) :]
 
     def send(self, partition: Partition) -> None:
-        memory, self._memory = self._memory, bytearray()
-        self._under_way.append(self._pool.submit(self._keep, partition, memory))
+        self._under_way.append(self._pool.submit(self._keep, partition))
+
+    def _file(self, partition: Partition) -> memoryview:
+        return self._memory[partition.index % 2][: len(self._headers[partition.index]) + partition.nbytes]
 
     def commit(self) -> WeightManifest:
         hashes = [self._hash(index) for index in range(len(self._under_way))]
@@ -118,8 +119,10 @@ class StoreSender:
         self._files.put(f"{self._address}/manifest.json", manifest.model_dump_json().encode())
         return manifest
 
-    def _keep(self, partition: Partition, memory: bytearray) -> str:
-        found = xxhash.xxh3_128_hexdigest(memoryview(memory)[len(memory) - partition.nbytes :])
+    def _keep(self, partition: Partition) -> str:
+        file, header = self._file(partition), self._headers[partition.index]
+        file[: len(header)] = header
+        found = xxhash.xxh3_128_hexdigest(file[len(header) :])
         if self._earlier and (self._earlier.plan != self._plan or self._earlier.hashes[partition.index] != found):
             raise WeightError(
                 f"{self._files.url}/{self._address} is committed already, with other content; a version never changes",
@@ -127,7 +130,7 @@ class StoreSender:
                 partition=partition.index,
                 advice="the next version number, or another campaign",
             )
-        self._files.put(_path(self._address, partition.index), memory)
+        self._files.put(_path(self._address, partition.index), file)
         return found
 
     def _hash(self, index: int) -> str:

@@ -167,14 +167,14 @@ class Files:
                 os.unlink(temporary)
             raise
 
-    def _upload(self, path: str, data: bytes | bytearray, create: bool = False) -> None:
+    def _upload(self, path: str, data: bytes, create: bool = False) -> None:
         self.fs.pipe_file(self.locate(path), data, mode="create" if create else "overwrite")
 
-    def put(self, path: str, data: bytes | bytearray) -> None:
+    def put(self, path: str, data: bytes | memoryview) -> None:
         """Writes a whole file; replaces one that exists. Raises StoreError."""
         if not self.local:
             with self._told("write", path):
-                return self._upload(path, data)
+                return self._upload(path, bytes(data))
         with self.writing(path) as sink:
             sink.write(data)
 

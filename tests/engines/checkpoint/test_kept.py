@@ -116,7 +116,7 @@ def test_a_missing_partition_is_named(tmp_path: Path, model: dict[str, Tensor]) 
 
 
 def test_an_uncommitted_or_damaged_manifest_is_refused(files: Files, model: dict[str, Tensor]) -> None:
-    with pytest.raises(WeightError, match="weight version 3, rank 1: .* has no manifest"):
+    with pytest.raises(WeightError, match=r"weight version 3, rank 1: .* has no manifest"):
         fetch(files)
     manifest = keep(files, model)
     path = f"{FOLDER}/manifest.json"
@@ -183,7 +183,8 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 tensors = iter([("a", torch.zeros(4096))])
 try:
-    publish(tensors, [("a", "float32", [4096])], version=3, train_step=3, transport="store", address="w/3", store=sys.argv[1])
+    publish(tensors, [("a", "float32", [4096])], version=3, train_step=3, transport="store", address="w/3",
+            store=sys.argv[1])
 finally:
     assert next(tensors, None) is None
 """

@@ -39,7 +39,7 @@ def test_small_tensors_share_and_large_ones_span() -> None:
 
 
 def test_a_plan_that_does_not_add_up_is_refused() -> None:
-    plan = make_plan([("a", "uint8", [50]), ("b", "float32", [4])], 32)
+    plan = make_plan([("a", "uint8", [48]), ("b", "float32", [4])], 32)
     first, second = plan.partitions
     for partitions in (
         [second, first],
