@@ -63,7 +63,7 @@ class Jsonl(Strict):
 
     kind: Literal["jsonl"]
     path: str
-    """A file or any fsspec URL; .gz and the like are unpacked."""
+    """A file or any fsspec URL; .gz, .bz2 and .xz are unpacked."""
     held_out: Annotated[int, Field(ge=1)] | str
     """How many rows of the file are kept away from training, or the path of a second file that is."""
     seed: Annotated[int, Field(ge=0)] = 0

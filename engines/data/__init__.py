@@ -1,5 +1,6 @@
 """Prompts: data sets, their splits, and the order in which a campaign draws them."""
 
+import inspect
 from functools import lru_cache
 from importlib.metadata import entry_points
 
@@ -46,7 +47,12 @@ def _plugin(spec: Plugin) -> Splits:
     if spec.name not in found.names:
         known = ", ".join(sorted(found.names)) or "none"
         raise DataError(f"no installed package offers the data set {spec.name!r} ({GROUP}; found: {known})")
-    splits = found[spec.name].load()(**spec.options)
+    function = found[spec.name].load()
+    try:
+        inspect.signature(function).bind(**spec.options)
+    except TypeError as error:
+        raise DataError(f"{GROUP} {spec.name!r} does not take these options: {error}") from error
+    splits = function(**spec.options)
     if not isinstance(splits, Splits):
         raise DataError(
             f"{GROUP} {spec.name!r} returned {type(splits).__name__}; it must return Splits(train, held_out)"

@@ -1,13 +1,17 @@
 """Problems from a file of JSON lines."""
 
+import bz2
+import gzip
+import lzma
 from typing import Any, Literal
 
-import fsspec
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from headrace.blocks.data import Jsonl
 from headrace.engines.data.base import DataError, Listed, Problem, Splits, permutation, without
+from headrace.engines.experience.files import Files, StoreError
 
+COMPRESSED = {"gz": gzip.decompress, "bz2": bz2.decompress, "xz": lzma.decompress}
 SHOWN_ERRORS = 10
 
 
@@ -49,37 +53,42 @@ def jsonl(spec: Jsonl) -> Splits:
 
 
 def _read(path: str) -> list[Problem]:
-    stem = path.rsplit("/", 1)[-1].split(".")[0]
+    folder, _, name = path.rpartition("/")
+    stem = name.split(".")[0]
     problems: list[Problem] = []
     lines: dict[str, int] = {}
     errors: list[str] = []
-    try:
-        with fsspec.open(path, "rt", encoding="utf-8", compression="infer") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    problem = _problem(_Row.model_validate_json(line), f"{stem}:{number}")
-                    twin = lines.setdefault(problem.prompt_id, number)
-                    if twin != number:
-                        errors.append(f"line {number}: id {problem.prompt_id!r} is also that of line {twin}")
-                    problems.append(problem)
-                except ValidationError as error:
-                    errors += [f"line {number}: {_readable(e)}" for e in error.errors()]
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ImportError, ValueError) as error:
-        # fsspec's words for a protocol that it does not know, or whose package is missing; UnicodeDecodeError
-        raise DataError(
-            f"{path}: {error}" + (" (pip install 'headrace[s3]')" if path.startswith("s3") else "")
-        ) from error
+    for number, line in enumerate(_text(folder, name).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            problem = _problem(_Row.model_validate_json(line), f"{stem}:{number}")
+        except ValidationError as error:
+            errors += [f"line {number}: {_readable(e)}" for e in error.errors()]
+            continue
+        twin = lines.setdefault(problem.prompt_id, number)
+        if twin != number:
+            errors.append(f"line {number}: id {problem.prompt_id!r} is also that of line {twin}")
+        problems.append(problem)
     if errors:
         more = len(errors) - SHOWN_ERRORS
         shown = "\n  ".join(errors[:SHOWN_ERRORS] + ([f"and {more} more"] if more > 0 else []))
         raise DataError(f"{path} cannot be used:\n  {shown}")
     return problems
+
+
+def _text(folder: str, name: str) -> str:
+    try:
+        data = Files(folder or ".").get(name)
+        if unpack := COMPRESSED.get(name.rpartition(".")[2]):
+            data = unpack(data)
+        return data.decode("utf-8-sig")
+    except StoreError as error:
+        raise DataError(f"the data set cannot be read: {error}") from error
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise DataError(f"{folder}/{name} is not the compressed file that its name says: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{folder}/{name} is not UTF-8 text: {error}") from error
 
 
 def _problem(row: _Row, place: str) -> Problem:

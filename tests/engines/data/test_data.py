@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from headrace.blocks.data import DataSpec, Jsonl, ReasoningGym, Sums
+from headrace.blocks.data import DataSpec, Jsonl, Plugin, ReasoningGym, Sums
 from headrace.engines.data import DataError, draw, first, load_splits, prompts_table
 from headrace.engines.data.base import Listed, Problem, permutation
 from headrace.engines.data.packing import pack, unpack
@@ -102,11 +102,19 @@ def test_jsonl_names_every_bad_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "words"), [("/no/such.jsonl", "no such file"), ("nosuchprotocol://x/y.jsonl", "Protocol not known")]
+    ("path", "words"),
+    [
+        ("/no/such.jsonl", "/no/such.jsonl: it does not exist"),
+        ("nosuchprotocol://x/y.jsonl", "no URL that fsspec knows"),
+        ("{folder}/plain.jsonl.gz", "not the compressed file that its name says"),
+        ("{folder}/latin.jsonl", "not UTF-8"),
+    ],
 )
-def test_jsonl_that_cannot_be_opened(path, words):
+def test_jsonl_that_cannot_be_read(tmp_path, path, words):
+    (tmp_path / "plain.jsonl.gz").write_text("{}")
+    (tmp_path / "latin.jsonl").write_bytes("é".encode("latin-1"))
     with pytest.raises(DataError, match=words):
-        load_splits(Jsonl(kind="jsonl", path=path, held_out=1))
+        load_splits(Jsonl(kind="jsonl", path=path.format(folder=tmp_path), held_out=1))
 
 
 @pytest.mark.parametrize(
@@ -131,9 +139,31 @@ def test_a_spec_survives_its_json(tmp_path):
         assert adapter.validate_json(adapter.dump_json(spec)) == spec
 
 
-def test_unknown_plugin_says_what_there_is():
-    with pytest.raises(DataError, match=r"no installed package offers the data set 'x' \(headrace.datasets"):
-        load_splits(TypeAdapter(DataSpec).validate_python({"kind": "plugin", "name": "x"}))
+def test_an_installed_package_offers_a_data_set(tmp_path, monkeypatch):
+    (tmp_path / "mydata.py").write_text(
+        "from headrace.engines.data import Problem, Splits\n"
+        "from headrace.engines.data.base import Listed\n"
+        "def letters(count):\n"
+        "    made = [Problem(c, [{'role': 'user', 'content': c}], c) for c in 'abcdef'[:count]]\n"
+        "    return Splits(Listed('letters', made[1:]), Listed('held', made[:1]))\n"
+        "def wrong():\n"
+        "    return []\n"
+    )
+    info = tmp_path / "mydata-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mydata\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[headrace.datasets]\nletters = mydata:letters\nwrong = mydata:wrong\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    splits = load_splits(Plugin(kind="plugin", name="letters", options={"count": 3}))
+    assert [p.prompt_id for _, p in first(splits.train)] == ["b", "c"] and len(splits.held_out) == 1
+    with pytest.raises(DataError, match="the train half is empty"):
+        load_splits(Plugin(kind="plugin", name="letters", options={"count": 1}))
+    with pytest.raises(DataError, match="does not take these options"):
+        load_splits(Plugin(kind="plugin", name="letters", options={"n": 1}))
+    with pytest.raises(DataError, match="returned list; it must return Splits"):
+        load_splits(Plugin(kind="plugin", name="wrong"))
+    with pytest.raises(DataError, match=r"no installed package offers the data set 'x' .*found: letters, wrong"):
+        load_splits(Plugin(kind="plugin", name="x"))
 
 
 @given(
