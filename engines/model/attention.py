@@ -89,6 +89,10 @@ class _Reorder(torch.autograd.Function):
         return grad, None, None, None
 
 
+def _reorder(x: Tensor, there: Tensor, back: Tensor, real: Tensor | None) -> Tensor:
+    return _Reorder.apply(x, there, back, real)  # pyright: ignore[reportReturnType]
+
+
 def prefix_attention(
     module: nn.Module,
     query: Tensor,
@@ -103,19 +107,20 @@ def prefix_attention(
     """query [1, H, L, D], key and value [1, K, L, D] of a packed row → [1, L, H, D]. No dropout."""
     heads, dim, kv_heads = query.shape[1], query.shape[3], key.shape[1]
     q, k, v = ((x[0].transpose(0, 1).flatten(1)) for x in (query * scaling, key, value))
-    padded = [_Reorder.apply(x, blocks.spread, blocks.gather, None) for x in (q, k, v)]
+    padded = [_reorder(x, blocks.spread, blocks.gather, None) for x in (q, k, v)]
     g, p, n, c = blocks.shape
     scores = heads * (g * p * p + g * n * c * (p + c))
     if scores > RECOMPUTE_SCORES and torch.is_grad_enabled():
-        out = checkpoint(_attend, *padded, blocks, kv_heads, dim, use_reentrant=False)
+        out = checkpoint(_attend, padded, blocks, kv_heads, dim, use_reentrant=False)
     else:
-        out = _attend(*padded, blocks, kv_heads, dim)
-    out = _Reorder.apply(out, blocks.gather, blocks.spread, blocks.real)
+        out = _attend(padded, blocks, kv_heads, dim)
+    out = _reorder(out, blocks.gather, blocks.spread, blocks.real)
     return out.view(1, -1, heads, dim), None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, kv_heads: int, dim: int) -> Tensor:
+def _attend(padded: list[Tensor], blocks: Blocks, kv_heads: int, dim: int) -> Tensor:
     """Padded q [·, H·D] (scaled), k and v [·, K·D] → [·, H·D]. R: query heads of one key head."""
+    q, k, v = padded
     g, p, n, c = blocks.shape
     r = q.shape[1] // (kv_heads * dim)
     q_prompt = q[: g * p].view(g, p, kv_heads, r, dim).permute(0, 2, 3, 1, 4).reshape(g, kv_heads, r * p, dim)

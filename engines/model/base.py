@@ -49,7 +49,8 @@ class Experience:
     behaviour: Tensor | None = None
     """Log-probabilities as sampled."""
     old: Tensor | None = None
-    """The trainer's own at the start of the iteration. None: those of the same forward pass (one minibatch only)."""
+    """The trainer's own at the start of the iteration. None: those of the same forward pass where one
+    minibatch needs no more, else the engine computes them first."""
     reference: Tensor | None = None
 
     @property

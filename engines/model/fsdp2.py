@@ -37,6 +37,13 @@ class Sharded:
                 module.reshard()
 
 
+@dataclass
+class Trained(Sharded):
+    """The policy with its optimizer."""
+
+    optimizer: torch.optim.AdamW
+
+
 class FSDP2Engine:
     """See ``headrace.engines.model.base.ModelEngine``. Master weights are float32, compute is in ``spec.dtype``."""
 
@@ -52,8 +59,10 @@ class FSDP2Engine:
 
     def _start(self) -> None:
         torch.manual_seed(self.spec.seed)
-        self.policy = self._shard(torch.float32, frozen=False) if self.spec.policy else None
-        self.optimizer = make_optimizer(self.policy.parameters.values()) if self.policy else None
+        self.policy: Trained | None = None
+        if self.spec.policy:
+            model = self._shard(torch.float32, frozen=False)
+            self.policy = Trained(model.module, model.parameters, make_optimizer(model.parameters.values()))
         self.train_step, self.last_key, self.kl_coefficient = 0, "", None
 
     @property
@@ -74,7 +83,7 @@ class FSDP2Engine:
         names = {name.removeprefix("causal."): p for name, p in module.named_parameters()}
         return Sharded(module, names)
 
-    def trained(self) -> Sharded:
+    def trained(self) -> Trained:
         """The policy. Raises ModelEngineError for an engine that has none."""
         if self.policy is None:
             raise ModelEngineError("this engine holds the reference model only: policy is false in its spec")
@@ -110,6 +119,7 @@ class FSDP2Engine:
         if self.train_step is None:
             raise ModelEngineError("the last step failed half-way: load saved state first")
         began = time.perf_counter()
+        experience = step.complete(self, experience, config)
         number, self.train_step = self.train_step, None
         metrics = step.train(self, experience, config, number)
         self.train_step = number + 1

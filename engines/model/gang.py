@@ -6,7 +6,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 
 @dataclass(frozen=True)
@@ -17,8 +20,15 @@ class Gang:
     size: int
     device: torch.device
     mesh: DeviceMesh
-    store: dist.Store
+    store: Store
     """Of all ranks, for jobs and their outcomes."""
+
+    def agree(self, value: bool) -> bool:
+        """Rank 0's value, on every rank."""
+        decision = torch.tensor(value)
+        if self.size > 1:
+            dist.broadcast(decision, 0)
+        return bool(decision)
 
 
 def join(device: str, threads: int, timeout_s: float) -> Gang:
@@ -28,18 +38,18 @@ def join(device: str, threads: int, timeout_s: float) -> Gang:
     """
     torch.set_num_threads(threads)
     if "RANK" in os.environ:
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+        store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
     else:
-        store, rank, size = dist.HashStore(), 0, 1
+        store, rank, size = HashStore(), 0, 1
     place = torch.device("cpu")
     if device == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(place)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        store=dist.PrefixStore("group", store),
+        store=PrefixStore("group", store),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return Gang(rank, size, place, init_device_mesh(device, (size,)), dist.PrefixStore("jobs", store))
+    return Gang(rank, size, place, init_device_mesh(device, (size,)), PrefixStore("jobs", store))

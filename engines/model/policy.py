@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -27,20 +28,26 @@ class Policy(nn.Module):
     def forward(self, packed: Packed, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """(log-probability, entropy or None) of the target tokens, float32 [t or 1] each, in nats."""
         given = {"attention_mask": packed.block_mask} if packed.block_mask is not None else {"blocks": packed.blocks}
-        decoder = self.causal.get_decoder()
-        out = decoder(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, **given)
+        out = self.decoder(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, **given)
         hidden = out.last_hidden_state[0].index_select(0, packed.source)
-        head = self.causal.get_output_embeddings()
-        weight, bias = head.weight, head.bias
+        weight, bias = self.head.weight, self.head.bias
         if self.head_dtype is not None:
             hidden, weight = hidden.to(self.head_dtype), weight.to(self.head_dtype)
             bias = None if bias is None else bias.to(self.head_dtype)
         found = token_logprobs(hidden, weight, packed.targets, temperature=temperature, bias=bias, entropy=entropy)
-        return found if entropy else (found, None)
+        return found if isinstance(found, tuple) else (found, None)
 
     def layers(self) -> list[nn.Module]:
         """The decoder's layers, the units of sharding."""
-        return list(self.causal.get_decoder().layers)
+        return list(cast(nn.ModuleList, self.decoder.layers))
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self.causal.get_decoder()
+
+    @property
+    def head(self) -> nn.Linear:
+        return cast(nn.Linear, self.causal.get_output_embeddings())
 
 
 def load_policy(folder: Path, dtype: torch.dtype, head_dtype: torch.dtype | None, on_cpu: bool) -> Policy:

@@ -17,18 +17,18 @@ class EngineSpec(Strict):
     head_dtype: Literal["model", "float32"] = "model"
     """Of the language-model head: float32 multiplies the (rounded) weights in float32, as a rollout engine does."""
     device: Literal["cpu", "cuda"] = "cpu"
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """CPU threads of each rank."""
     policy: bool = True
     """Holds the model that is trained; false = an engine for the reference model alone."""
     reference: bool = False
     """Holds a frozen copy of the start model, in the compute dtype."""
-    tokens_per_microbatch: int = Field(4096, ge=1)
+    tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Token budget of one forward and backward pass on one rank."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Of sampling: all log-probabilities are of softmax(logits / temperature)."""
     seed: int = 0
-    collective_timeout_s: float = Field(600.0, gt=0)
+    collective_timeout_s: float = Field(default=600.0, gt=0)
     """The longest that one rank waits for another inside a step."""
 
     @model_validator(mode="after")
@@ -50,6 +50,6 @@ class ServerSpec(Strict):
     """The campaign's token: every request carries it."""
     host: str = "127.0.0.1"
     port: int = 0
-    idle_limit_s: float = Field(900.0, gt=0)
+    idle_limit_s: float = Field(default=900.0, gt=0)
     """Leave after so many seconds without a request."""
     engine: EngineSpec

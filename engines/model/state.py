@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_loader as loader
+import torch.distributed.checkpoint.state_dict_saver as saver
 from huggingface_hub import save_torch_state_dict
 
 from headrace.engines.model.errors import BadState
@@ -28,7 +29,7 @@ def save(engine: "FSDP2Engine", path: Path, cursor: int) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_tensors(engine), checkpoint_id=temporary)
+    saver.save(_tensors(engine), checkpoint_id=temporary)
     if engine.gang.rank == 0:
         facts = {
             "format": FORMAT,
@@ -56,7 +57,7 @@ def load(engine: "FSDP2Engine", path: Path) -> int:
     engine.train_step = None
     engine.trained().reshard()
     tensors = _tensors(engine)
-    dcp.load(tensors, checkpoint_id=path)
+    loader.load(tensors, checkpoint_id=path)
     torch.set_rng_state(tensors["random"])
     engine.train_step, engine.last_key = facts["train_step"], facts["last_key"]
     engine.kl_coefficient = facts["kl_coefficient"]
@@ -65,11 +66,10 @@ def load(engine: "FSDP2Engine", path: Path) -> int:
 
 def _tensors(engine: "FSDP2Engine") -> dict[str, Any]:
     """The tensors that make up the state, to be written or to be read into. Missing optimizer state is created."""
-    model, optimizer = engine.trained(), engine.optimizer
-    assert optimizer is not None
+    model = engine.trained()
     moments: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in model.parameters.items():
-        state = optimizer.state[parameter]
+        state = model.optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=engine.gang.device)
             state["exp_avg"] = torch.zeros_like(parameter)

@@ -1,5 +1,6 @@
 """One iteration of training: optimizer updates over minibatches, each a sum over micro-batches and ranks."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 
 
 def train(engine: "FSDP2Engine", experience: Experience, config: StepConfig, number: int) -> dict[str, float]:
-    """All updates of iteration ``number``; returns the metrics that ``ModelEngine.train`` promises."""
-    _check(experience, config)
+    """All updates of iteration ``number`` on a ``complete`` batch; returns what ``ModelEngine.train`` promises."""
     parts = minibatches(experience.samples, _trainable(experience), config.minibatches)
     everything: list[Sums] = []
     metrics: dict[str, float] = {"updates/done": 0.0, "updates/skipped": 0.0, "samples_computed": 0.0}
@@ -38,7 +38,7 @@ def train(engine: "FSDP2Engine", experience: Experience, config: StepConfig, num
         sums = backward(engine, experience, config, batch, useful, check=index == 0 and len(parts) > 1)
         update = number * config.minibatches + index
         lr = learning_rate(config.optim, update, config.total_steps * config.minibatches)
-        norm = apply_update(engine.optimizer, config.optim, lr)
+        norm = apply_update(engine.trained().optimizer, config.optim, lr)
         finite = norm == norm and abs(norm) != float("inf")
         metrics["updates/done" if finite else "updates/skipped"] += 1
         metrics["samples_computed"] += float(useful.sum())
@@ -55,26 +55,24 @@ def train(engine: "FSDP2Engine", experience: Experience, config: StepConfig, num
     return metrics | finished
 
 
-def _check(experience: Experience, config: StepConfig) -> None:
+def complete(engine: "FSDP2Engine", experience: Experience, config: StepConfig) -> Experience:
+    """The batch, with ``old`` where it is needed before the step's own forward pass. Raises BadBatch."""
     algorithm = config.algorithm
     if algorithm.needs_critic or algorithm.loss.kind == "dpo":
         what = "a critic" if algorithm.needs_critic else "loss 'dpo'"
         raise BadBatch(f"the algorithm needs {what}, which this model engine does not train")
-    wanted = {
-        "old": experience.old is None
-        and (
-            config.minibatches > 1
-            or algorithm.loss.kind in ("clip_cov", "kl_cov")
-            or _normalised(algorithm) is not None
-        ),
-        "reference": experience.reference is None and algorithm.kl is not None and algorithm.kl.kind == "loss",
-        "behaviour": experience.behaviour is None
-        and algorithm.correction is not None
-        and algorithm.correction.importance is not None,
-    }
-    missing = [name for name, lacks in wanted.items() if lacks]
+    kl, correction = algorithm.kl, algorithm.correction
+    missing = []
+    if experience.reference is None and kl is not None and kl.kind == "loss":
+        missing.append("reference")
+    if experience.behaviour is None and correction is not None and correction.importance is not None:
+        missing.append("behaviour")
     if missing:
-        raise BadBatch(f"the step needs these log-probabilities, which the batch does not have: {', '.join(missing)}")
+        raise BadBatch(f"the step needs log-probabilities that the batch does not have: {', '.join(missing)}")
+    selects = algorithm.loss.kind in ("clip_cov", "kl_cov")
+    if experience.old is None and (config.minibatches > 1 or selects or _normalised(algorithm) is not None):
+        return replace(experience, old=engine.logprobs(experience.samples, "policy"))
+    return experience
 
 
 def _normalised(algorithm: Algorithm):
@@ -110,6 +108,7 @@ def backward(
         "selected": _selected(experience, algorithm, batch, engine.spec.seed),
     }
     with_entropy = algorithm.entropy_coefficient > 0
+    model.optimizer.zero_grad()  # a step that failed may have left some
     sums = Sums()
     for packed in engine.micro_batches(experience.samples, useful):
         new, entropy = model.module(packed, engine.spec.temperature, entropy=with_entropy)
@@ -170,7 +169,7 @@ def _assert_on_policy(metrics: dict[str, float], bound: float) -> None:
 
 def _adapt_kl(engine: "FSDP2Engine", algorithm: Algorithm, sums: Sums) -> None:
     kl = algorithm.kl
-    if kl is None or kl.kind != "loss" or kl.adaptive is None:
+    if kl is None or kl.adaptive is None:
         return
     metrics = finish_metrics(sums)
     before = kl.coefficient if engine.kl_coefficient is None else engine.kl_coefficient

@@ -12,13 +12,15 @@ from headrace.engines.model.gang import join
 from headrace.engines.model.spec import EngineSpec
 from tests.engines.model.experience import random_experience, random_samples
 
+OPTIM = {"lr": 1e-3, "warmup_steps": 2, "schedule": "cosine"}
+
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     spec = EngineSpec.model_validate(job["spec"])
     gang = join("cpu", 1, 60)
     engine = FSDP2Engine(spec, gang)
-    config = StepConfig(Algorithm(), Optim(lr=1e-3, warmup_steps=2, schedule="cosine"), total_steps=8)
+    config = StepConfig(Algorithm.model_validate({}), Optim.model_validate(OPTIM), total_steps=8)
     results: list[object] = []
     for action, argument in job["actions"]:
         if action == "train":
