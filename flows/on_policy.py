@@ -47,6 +47,7 @@ async def on_policy(recipe: Recipe, campaign: str = "") -> dict[str, object]:
 async def iteration(campaign: str, step: int) -> None:
     """One pass of the RL loop under the weights of version ``step``."""
     c = current()
+    c.start_clock()
     drawn = await prompts(step)
     shards = await asyncio.gather(*(_shard(step, shard, drawn) for shard in range(c.recipe.rollout.shards)))
     generated, scored, old, reference = ([made for made in column if made] for column in zip(*shards, strict=True))

@@ -65,8 +65,8 @@ class Campaign:
         self.attempts: dict[str, int] = {}
         """Task-run attempts of the running iteration, by stage."""
         self.history = History(self.store)
-        self.reported_at = time.time()
-        """When the last report began: the iteration's clock."""
+        self.reported_at = 0.0
+        """When the last report of this attempt began, or its first iteration: the iteration's clock."""
         self._background: set[asyncio.Task] = set()
 
     async def __aenter__(self) -> "Campaign":
@@ -112,6 +112,10 @@ class Campaign:
         due = filter(self.evaluation_is_due, range(self.version + 1))
         found = ((version, self.store.manifests(version, "evaluate-score")) for version in due)
         return {version: made[-1] for version, made in found if made}
+
+    def start_clock(self) -> None:
+        """The first iteration of an attempt begins now; later ones begin with the report of the one before."""
+        self.reported_at = self.reported_at or time.time()
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         """Runs ``work`` beside the flow; it ends with the attempt at the latest."""

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from headrace.blocks.manifest import Manifest
 from headrace.tasks.campaign import Campaign
 
-SUMMED = ("tokens", "prompt_tokens", "truncated", "samples", "score_failed")
+SUMMED = {"generate": ("tokens", "prompt_tokens"), "score": ("samples", "score_failed")}
+"""Figures that are added up over the shards of a stage."""
 
 
 def chain(c: Campaign, step: int) -> dict[str, list[Manifest]]:
@@ -47,8 +48,11 @@ def iteration_row(c: Campaign, stages: dict[str, list[Manifest]]) -> dict[str, f
     row |= {name: value for name, value in train.metrics.items() if name != "seconds"}
     for stage, made in stages.items():
         row[f"seconds/{stage}"] = sum(m.metrics.get("seconds", 0.0) for m in made)
-    for name in SUMMED:
-        row[name] = sum(m.metrics.get(name, 0.0) for stage in ("generate", "score") for m in stages.get(stage, []))
+    for stage, names in SUMMED.items():
+        row |= {name: sum(m.metrics.get(name, 0.0) for m in stages[stage]) for name in names}
+    if "reward/mean" in row:
+        row["reward"] = row["reward/mean"]
+    row["truncated"] = sum(m.metrics.get("truncated", 0.0) * m.part.rows for m in stages["generate"] if m.part)
     generate = row["seconds/generate"]
     row["tokens_per_second"] = row["tokens"] / generate if generate else 0.0
     samples = row["samples"] or 1.0

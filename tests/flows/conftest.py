@@ -82,7 +82,7 @@ def tiny_recipe(tiny_model, tmp_path_factory) -> Path:
         "model": {"path": str(tiny_model), "dtype": "float32"},
         "roles": {"actor": {"pool": "actor", "threads": 1}, "rollout": {"pool": "rollout", "threads": 1}},
         "data": {"kind": "sums", "low": 1, "high": 9, "held_out": 8},
-        "reward": {"function": "contains", "workers": 1},
+        "reward": {"function": "matches", "options": {"pattern": "[a-m]"}, "workers": 1},
         "algorithm": {"preset": "grpo"},
         "rollout": {"n": 4, "max_tokens": 8, "shards": 2, "temperature": 1.0},
         "train": {"optim": {"lr": 1e-3}},
