@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -108,15 +109,28 @@ class Jagged:
 
     def lengths(self) -> Tensor:
         """Trained tokens of each sample, int64 [S]."""
-        return self.trained()[1].lengths
+        return self.trained[1].lengths
 
+    @cached_property
     def trained(self) -> tuple[Tensor | None, Segments]:
         """Positions of the trained tokens, int64 [N] (None: all of them), and how they lie in samples."""
-        if bool(self.mask.all()):
+        if not len(self.mask) or bool(self.mask.view(torch.uint8).min()):
             return None, Segments(self.offsets)
         running = torch.zeros(len(self.mask) + 1, dtype=torch.int64, device=self.mask.device)
         torch.cumsum(self.mask, 0, out=running[1:])
-        return self.mask.nonzero().squeeze(1), Segments(running[self.offsets])
+        return _positions(self.mask), Segments(running[self.offsets])
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[T] → [N]: the trained tokens."""
+        positions, _ = self.trained
+        return values if positions is None else values.index_select(0, positions)
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[N] → [T]: trained tokens in their places, 0 elsewhere."""
+        positions, _ = self.trained
+        if positions is None:
+            return values
+        return torch.zeros(len(self.mask), dtype=values.dtype, device=values.device).scatter_(0, positions, values)
 
     def accept(self, samples: Tensor | None = None, tokens: Tensor | None = None) -> "Jagged":
         """The batch without refused samples (bool [S], True = stays) and refused tokens (bool [T])."""
@@ -134,6 +148,13 @@ class Jagged:
         shift = self.offsets[:-1][samples] - part.offsets[:-1]
         tokens = torch.arange(len(part.mask), device=lengths.device) + shift.repeat_interleave(lengths)
         return tokens, Jagged(part.offsets, self.mask[tokens])
+
+
+def _positions(mask: Tensor) -> Tensor:
+    """Where the mask is True; through numpy on the CPU, which is ten times as fast at it."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(mask.numpy().nonzero()[0])
+    return mask.nonzero().squeeze(1)
 
 
 def _shape(tensor: Tensor) -> str:

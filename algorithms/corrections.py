@@ -27,7 +27,7 @@ def bounded(config: Any, ratios: Tensor) -> Tensor:
     if config.bound.kind == "truncate":
         return ratios.clamp(max=config.bound.high)
     outside = (ratios < config.bound.low) | (ratios > config.bound.high)
-    return ratios.masked_fill(outside, 0.0)
+    return torch.where(outside, 0.0, ratios)
 
 
 def importance_weights(config: Any, *, old: Tensor, behaviour: Tensor, batch: Jagged) -> Tensor:
@@ -35,18 +35,15 @@ def importance_weights(config: Any, *, old: Tensor, behaviour: Tensor, batch: Ja
 
     For ``Denominators.of(batch, weights=…)``; the objective computes its own for a micro-batch.
     """
-    positions, segments = batch.trained()
-    if positions is None:
-        return bounded(config, log_importance(config.level, old, behaviour, segments).exp())
-    log_ratio = log_importance(config.level, old[positions], behaviour[positions], segments)
-    return torch.zeros_like(old).index_copy_(0, positions, bounded(config, log_ratio.exp()))
+    log_ratio = log_importance(config.level, batch.gather(old), batch.gather(behaviour), batch.trained[1])
+    return batch.scatter(bounded(config, log_ratio.exp()))
 
 
 def normaliser(config: Any, denominators: Denominators) -> float:
     """The mean weight of the global batch: over tokens for level token, else over samples; 1 if there is none."""
     if not config.normalise:
         return 1.0
-    if not denominators.weight_tokens and denominators.tokens:
+    if denominators.weighted != denominators.tokens:
         raise AlgorithmError(
             "importance weights are to be normalised, but the denominators hold no weights: "
             "Denominators.of(batch, weights=corrections.importance_weights(…)) over the global batch"
@@ -64,10 +61,8 @@ def rejected(tests: Any, *, old: Tensor, behaviour: Tensor, batch: Jagged) -> tu
     With d = log(old / behaviour): a ratio test bounds exp(−d) of the token, of the sum or of the mean of d; a divergence
     test bounds k2 = d²/2 or k3 = exp(d) − 1 − d of the token, or their sum, mean or maximum over the sample.
     """
-    positions, segments = batch.trained()
-    if positions is not None:
-        old, behaviour = old[positions], behaviour[positions]
-    d = (old - behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    _, segments = batch.trained
+    d = (batch.gather(old) - batch.gather(behaviour)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     tokens = torch.zeros(len(d), dtype=torch.bool, device=d.device)
     samples = torch.zeros(batch.samples, dtype=torch.bool, device=d.device)
     for test in tests:
@@ -80,9 +75,7 @@ def rejected(tests: Any, *, old: Tensor, behaviour: Tensor, batch: Jagged) -> tu
         ]
         of_sample = reduce(measure)
         samples |= ~((of_sample >= low) & (of_sample <= high)) & (segments.lengths > 0)
-    if positions is not None:
-        tokens = torch.zeros_like(batch.mask).index_copy_(0, positions, tokens)
-    return tokens, samples
+    return batch.scatter(tokens), samples
 
 
 def _measure(test: Any, d: Tensor) -> tuple[Tensor, float, float]:

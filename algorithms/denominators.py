@@ -18,6 +18,8 @@ class Denominators:
     """Samples with at least one such token."""
     pairs: float = 0.0
     """Preference pairs (DPO)."""
+    weighted: float = 0.0
+    """Tokens whose importance weights are in the next two; 0 or ``tokens``."""
     weight_tokens: float = 0.0
     """Sum of the importance weights over tokens; only for a correction with ``normalise``."""
     weight_samples: float = 0.0
@@ -26,16 +28,17 @@ class Denominators:
     @classmethod
     def of(cls, batch: Jagged, *, pairs: Tensor | None = None, weights: Tensor | None = None) -> "Denominators":
         """``pairs``: int64 [P, 2]; ``weights``: [T] from ``corrections.importance_weights`` (before normalisation)."""
-        positions, segments = batch.trained()
+        _, segments = batch.trained
         lengths = segments.lengths
         weight_tokens = weight_samples = 0.0
         if weights is not None:
-            trained = (weights if positions is None else weights[positions]).double()
+            trained = batch.gather(weights).double()
             weight_tokens, weight_samples = float(trained.sum()), float(segments.mean(trained).sum())
         return cls(
             tokens=float(lengths.sum()),
             samples=float((lengths > 0).sum()),
             pairs=0.0 if pairs is None else float(len(pairs)),
+            weighted=0.0 if weights is None else float(lengths.sum()),
             weight_tokens=weight_tokens,
             weight_samples=weight_samples,
         )
@@ -44,7 +47,7 @@ class Denominators:
         return Denominators(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def to_tensor(self, device: torch.device | str | None = None) -> Tensor:
-        """float64 [5]: sum it over ranks."""
+        """float64 [6]: sum it over ranks."""
         return torch.tensor(astuple(self), dtype=torch.float64, device=device)
 
     @classmethod

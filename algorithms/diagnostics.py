@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from headrace.algorithms.batch import Jagged, Segments
-from headrace.algorithms.sums import Sums, largest, squares, total
+from headrace.algorithms.sums import Sums, count, largest, squares, total
 from headrace.algorithms.tokens import LOG_RATIO_LIMIT, LossTerms, Tokens
 
 
@@ -23,7 +23,7 @@ def ratio_sums(x: Tokens) -> Sums:
         per_token={
             "ratio/mean": mean,
             "ratio/second_moment": squares(ratio),
-            "ratio/mean_abs_log": log_ratio.abs().sum().double(),
+            "ratio/mean_abs_log": total(log_ratio.abs()),
             "policy/kl_k1": k1,
             "policy/kl_k3": mean - tokens + k1,
         },
@@ -33,11 +33,8 @@ def ratio_sums(x: Tokens) -> Sums:
 
 def mismatch_sums(*, old: Tensor, behaviour: Tensor, batch: Jagged) -> Sums:
     """old/behaviour over the trained tokens of ``batch``; needs no loss, so the parity check uses it as well."""
-    positions, segments = batch.trained()
-    if positions is not None:
-        old, behaviour = old[positions], behaviour[positions]
-    sums = mismatch(old.detach(), behaviour.detach(), segments)
-    sums.totals = counts(segments)
+    sums = mismatch(batch.gather(old.detach()), batch.gather(behaviour.detach()), batch.trained[1])
+    sums.totals = counts(batch.trained[1])
     return sums
 
 
@@ -88,7 +85,7 @@ def weight_sums(weights: Tensor, ratios: Tensor) -> Sums:
         per_token={
             "correction/mean": total(weights),
             "correction/second_moment": squares(weights),
-            "correction/bounded_fraction": (weights != ratios).sum().double(),
+            "correction/bounded_fraction": count(weights != ratios),
         },
         maxima={"correction/max": largest(weights)},
     )
@@ -96,11 +93,10 @@ def weight_sums(weights: Tensor, ratios: Tensor) -> Sums:
 
 def lag_sums(lag: Tensor, batch: Jagged) -> Sums:
     """Policy lag (weight versions) of each token, int64 [T]: mean, share of tokens that are not current, maximum."""
-    positions, segments = batch.trained()
-    lag = (lag if positions is None else lag[positions]).to(torch.float64)
+    lag = batch.gather(lag).to(torch.float64)
     return Sums(
-        per_token={"lag/mean": total(lag), "lag/stale_fraction": (lag > 0).sum().double()},
-        totals=counts(segments),
+        per_token={"lag/mean": total(lag), "lag/stale_fraction": count(lag > 0)},
+        totals=counts(batch.trained[1]),
         maxima={"lag/max": largest(lag)},
     )
 
@@ -113,9 +109,9 @@ def clip_sums(terms: LossTerms, segments: Segments) -> Sums:
     """
     sums = Sums()
     if terms.clipped is not None:
-        sums.per_token["policy/clip_fraction"] = terms.clipped.sum().double()
+        sums.per_token["policy/clip_fraction"] = count(terms.clipped)
     if terms.out_of_range is not None:
-        of_sample = segments.sum(terms.out_of_range.to(torch.float64))
+        of_sample = segments.sum(terms.out_of_range.to(terms.values.dtype)).double()
         sums.per_token["policy/out_of_range_fraction"] = of_sample.sum()
         sums.per_sample["policy/out_of_range_sample_mean"] = (of_sample / segments.lengths.clamp(min=1)).sum()
     return sums

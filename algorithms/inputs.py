@@ -15,26 +15,23 @@ class Inputs:
 
     columns: dict[str, Tensor]
     segments: Segments
-    positions: Tensor | None
-    """Where the tokens are in the batch, int64 [N]; None: they are all."""
     bad: Tensor | None
     """bool [N]: tokens with an input that was not finite; None: there are none."""
 
     @classmethod
     def of(cls, batch: Jagged, **given: Tensor | None) -> "Inputs":
         """Inputs that are None are left out. Raises ``AlgorithmError`` for a shape other than [T]."""
-        positions, segments = batch.trained()
         columns = {}
         for name, x in given.items():
             if x is None:
                 continue
             if x.shape != batch.mask.shape:
                 raise AlgorithmError(f"'{name}' has shape {list(x.shape)}, the batch has {len(batch.mask)} tokens")
-            columns[name] = x.detach() if positions is None else x.detach().index_select(0, positions)
+            columns[name] = batch.gather(x.detach())
         bad = _not_finite(columns)
         if bad is not None:
-            columns = {name: x.masked_fill(bad, 0) for name, x in columns.items()}
-        return cls(columns, segments, positions, bad)
+            columns = {name: torch.where(bad, x.new_zeros(()), x) for name, x in columns.items()}
+        return cls(columns, batch.trained[1], bad)
 
     def get(self, name: str) -> Tensor | None:
         """The input, or None where it was not given."""
@@ -45,10 +42,6 @@ class Inputs:
         if name not in self.columns:
             raise AlgorithmError(f"{user} needs '{name}', which was not given")
         return self.columns[name]
-
-    def pick(self, live: Tensor) -> Tensor:
-        """Trained tokens [N] of a tensor [T], with its gradient."""
-        return live if self.positions is None else live.index_select(0, self.positions)
 
     def silence(self, weights: Tensor | float, like: Tensor) -> Tensor | float:
         """Weights of tokens, 0 at bad ones."""

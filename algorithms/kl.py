@@ -41,7 +41,7 @@ def _k3(d: Tensor) -> tuple[Tensor, Tensor]:
     inverse = (-near).exp()
     value = inverse + near - 1
     flat = (value > K3_LIMIT) | (near != d)
-    return value.clamp(max=K3_LIMIT), (1 - inverse).masked_fill(flat, 0.0)
+    return value.clamp(max=K3_LIMIT), torch.where(flat, 0.0, 1 - inverse)
 
 
 def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:

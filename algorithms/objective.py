@@ -84,8 +84,8 @@ def policy_objective(
     else:
         share = _policy(config, x, denominators, sums)
         _add_kl(config, x, share, denominators, kl_coefficient, sums)
-    loss = attach(x.pick(new), share.loss, share.slope)
-    loss = _with_entropy(config, x, loss, entropy, denominators, sums)
+    loss = attach(new, share.loss, share.slope, batch)
+    loss = _with_entropy(config, x, loss, entropy, batch, denominators, sums)
     return Objective(loss, sums)
 
 
@@ -179,7 +179,7 @@ def _add_kl(
 
 
 def _with_entropy(
-    config: Any, x: Inputs, loss: Tensor, entropy: Tensor | None, denominators: Denominators, sums: Sums
+    config: Any, x: Inputs, loss: Tensor, entropy: Tensor | None, batch: Jagged, denominators: Denominators, sums: Sums
 ) -> Tensor:
     """The entropy bonus, whose gradient is autograd's; measured only where its coefficient is 0."""
     if entropy is None:
@@ -191,8 +191,8 @@ def _with_entropy(
     if not config.entropy_coefficient:
         return loss
     weights = x.silence(token_weights(config.aggregation, x.segments, denominators, measured), measured)
-    live = x.pick(entropy)
-    live = live if x.bad is None else live.masked_fill(x.bad, 0.0)
+    live = batch.gather(entropy)
+    live = live if x.bad is None else torch.where(x.bad, 0.0, live)
     bonus = config.entropy_coefficient * weighted_sum(live, weights)
     sums.totals["policy/entropy_bonus"] = bonus.detach().double()
     return loss - bonus

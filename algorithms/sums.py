@@ -85,12 +85,11 @@ WEIGHTS = ("ratio", "mismatch", "correction")
 
 
 def _moments(metrics: dict[str, float], group: str) -> None:
-    """ess = (Σw)² / (n Σw²) in (0, 1], 0 where all weights are 0; chi2 = mean w² − 1; std, population."""
+    """ess = (Σw)² / (n Σw²) in (0, 1], 0 where all weights are 0; chi2 = mean w² − 1."""
     mean, square = metrics.get(f"{group}/mean"), metrics.pop(f"{group}/second_moment", None)
     if mean is None or square is None:
         return
     metrics[f"{group}/ess"] = mean * mean / square if square > 0 else 0.0
-    metrics[f"{group}/std"] = max(square - mean * mean, 0.0) ** 0.5
     metrics[f"{group}/chi2"] = square - 1.0
 
 
@@ -115,6 +114,11 @@ def _pair_means(metrics: dict[str, float]) -> None:
 def total(values: Tensor) -> Tensor:
     """Sum as a float64 scalar."""
     return values.sum().double()
+
+
+def count(values: Tensor) -> Tensor:
+    """How many are True, as a float64 scalar."""
+    return values.count_nonzero().double()
 
 
 def squares(values: Tensor) -> Tensor:

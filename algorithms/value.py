@@ -12,7 +12,7 @@ from headrace.algorithms.batch import Jagged
 from headrace.algorithms.denominators import Denominators
 from headrace.algorithms.inputs import Inputs
 from headrace.algorithms.objective import Objective
-from headrace.algorithms.sums import Sums, squares, total
+from headrace.algorithms.sums import Sums, count, squares, total
 
 
 def value_objective(
@@ -34,15 +34,15 @@ def value_objective(
         squared = torch.where(clipped, held.square(), squared)
     weights = x.silence(token_weights(config.aggregation, x.segments, denominators, v), v)
     loss = 0.5 * weighted_sum(squared, weights)
-    slope = error.masked_fill(clipped, 0.0) * weights
+    slope = torch.where(clipped, 0.0, error) * weights
     sums = Sums(
         per_token={
             "value/mean": total(v),
             "value/squared_error": squares(error),
             "value/return_mean": total(target),
             "value/return_square": squares(target),
-            "value/clip_fraction": clipped.sum().double(),
+            "value/clip_fraction": count(clipped),
         },
         totals=diagnostics.counts(x.segments) | {"nonfinite_tokens": x.bad_count(), "value/loss": loss.double()},
     )
-    return Objective(attach(x.pick(new), loss, slope), sums)
+    return Objective(attach(new, loss, slope, batch), sums)

@@ -28,11 +28,13 @@ class Admission:
 
     def drop(self, samples: Tensor, name: str, reason: str) -> None:
         """Refuses those of ``samples`` (bool [S]) that are still in, and counts them as ``dropped/<name>``."""
-        hit = samples & self.accepted
-        for index in hit.nonzero().squeeze(1).tolist():
+        hit = (samples & self.accepted).nonzero().squeeze(1)
+        self.counts[f"dropped/{name}"] = float(len(hit))
+        if not len(hit):
+            return
+        for index in hit.tolist():
             self.reasons[index] = reason
-        self.counts[f"dropped/{name}"] = float(hit.sum())
-        self.accepted = self.accepted & ~hit
+        self.accepted = self.accepted.index_fill(0, hit, False)
         self.batch = self.batch.accept(self.accepted)
 
     def reject_mismatch(self, tests: Any, old: Tensor | None, behaviour: Tensor | None) -> None:
@@ -55,7 +57,7 @@ class Admission:
         if policy == "error" and bool(alone.any()):
             names = ", ".join(str(g) for g in groups[alone].tolist()[:5])
             raise AlgorithmError(
-                f"{int(alone.sum())} groups have one usable sample (group {names} …), and advantage.lone_group is 'error': "
+                f"{int(alone.sum())} groups have one usable sample (group {names} …) and advantage.lone_group is 'error': "
                 "generate more samples for each prompt, or set it to 'drop'"
             )
         self.drop(alone, "lone_group", "group of one: no baseline")

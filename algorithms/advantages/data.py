@@ -1,5 +1,6 @@
 """What an estimator sees, and what the stage returns."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -32,26 +33,40 @@ class Samples:
     """The accepted samples of the whole global batch, numbered 0 … M−1, and their trained tokens [N]."""
 
     rewards: Tensor
-    """float [M], with shaping and with the KL of all tokens taken off."""
-    token_rewards: Tensor
-    """float [N]: −KL of each token, plus the reward at each sample's last token; their sum is ``rewards``."""
+    """float [M], with shaping, and with what the tokens add (KL in the reward)."""
     group: Tensor
     """int64 [M], 0 … G−1."""
     segments: Segments
-    old: Tensor | None = None
-    """Log-probabilities [N]."""
-    values: Tensor | None = None
-    """The critic's values [N]."""
+    batch: Jagged
+    """Of all samples; the trained tokens of the refused ones are none."""
+    accepted: Tensor
+    """bool [S]"""
+    own_rewards: Tensor
+    """float [M]: the part of ``rewards`` that comes at the last token."""
+    tokens: Mapping[str, Tensor | None] = field(default_factory=dict)
+    """Further inputs by token [T]; ``need`` gives those of the trained tokens."""
     greedy_rewards: Tensor | None = None
     """[M]"""
-    reward_parts: dict[str, Tensor] = field(default_factory=dict)
+    reward_parts: Mapping[str, Tensor] = field(default_factory=dict)
     """[M] each; 'reward' is the whole."""
-    sum_pi_squared: Tensor | None = None
-    """Σ over the vocabulary of π² [N]."""
-    importance: Tensor | None = None
-    """Importance weights old/behaviour [N]."""
-    columns: Tensor | None = None
-    """Place of each token in its response, tool tokens counted, int64 [N]."""
+
+    @cached_property
+    def token_rewards(self) -> Tensor:
+        """float [N]: what each token adds, plus the reward at each sample's last token."""
+        added = self.tokens.get("token_rewards")
+        values = self.own_rewards.new_zeros(self.count) if added is None else self.batch.gather(added)
+        return values.index_add(0, self.segments.offsets[1:] - 1, self.own_rewards)
+
+    @property
+    def columns(self) -> Tensor:
+        """Place of each trained token in its response, tool tokens counted, int64 [N]."""
+        positions = self.batch.gather(torch.arange(len(self.batch.mask), device=self.batch.mask.device))
+        return positions - self.segments.expand(self.batch.offsets[:-1][self.accepted])
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return int(self.segments.offsets[-1])
 
     @property
     def groups(self) -> int:
@@ -77,11 +92,11 @@ class Samples:
         return (squares / (self.group_sizes - 1).clamp(min=1)).sqrt()[self.group]
 
     def need(self, name: str, kind: str) -> Tensor:
-        """An optional input; ``AlgorithmError`` where it was not given."""
-        value = getattr(self, name)
-        if value is None:
+        """A further input of the trained tokens [N]; ``AlgorithmError`` where it was not given."""
+        values = self.tokens.get(name)
+        if values is None:
             raise AlgorithmError(f"advantage '{kind}' needs '{name}', which was not given")
-        return value
+        return self.batch.gather(values.detach())
 
 
 def whiten(values: Tensor, epsilon: float = 1e-8) -> Tensor:

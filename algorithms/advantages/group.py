@@ -12,8 +12,11 @@ from headrace.algorithms.errors import AlgorithmError
 
 @estimator("grpo", compares_group=True)
 def grpo(config: Any, x: Samples) -> Estimate:
-    """(r − mean) / (std + ε) (Shao et al., 2024, arXiv 2402.03300); r − mean without ``std`` (Dr.GRPO, arXiv 2503.20783)."""
-    return Estimate.of_samples(_relative(x, x.rewards, config.epsilon if config.std else None), x)
+    """(r − mean) / (std + ε) (Shao et al., 2024, arXiv 2402.03300).
+
+    Without ``std``, r − mean (Dr.GRPO; Liu et al., 2025, arXiv 2503.20783).
+    """
+    return Estimate(_relative(x, x.rewards, config.epsilon if config.std else None), per_sample=True)
 
 
 @estimator("rloo", compares_group=True)
@@ -22,7 +25,7 @@ def rloo(config: Any, x: Samples) -> Estimate:
     size = x.group_sizes[x.group]
     others = (x.group_sum(x.rewards)[x.group] - x.rewards) / (size - 1).clamp(min=1)
     advantage = x.rewards - others
-    return Estimate.of_samples(advantage / (x.group_std(x.rewards) + config.epsilon) if config.std else advantage, x)
+    return Estimate(advantage / (x.group_std(x.rewards) + config.epsilon) if config.std else advantage, per_sample=True)
 
 
 @estimator("opo", compares_group=True)
@@ -30,14 +33,14 @@ def opo(config: Any, x: Samples) -> Estimate:
     """r − Σ length r / Σ length over the group (Hao et al., 2025, arXiv 2505.23585)."""
     length = x.segments.lengths.to(x.rewards.dtype)
     baseline = x.group_sum(length * x.rewards) / x.group_sum(length)
-    return Estimate.of_samples(x.rewards - baseline[x.group], x)
+    return Estimate(x.rewards - baseline[x.group], per_sample=True)
 
 
 @estimator("gpg", compares_group=True)
 def gpg(config: Any, x: Samples) -> Estimate:
     """α (r − mean) / norm, α = samples / samples of nonzero reward (Chu et al., 2025, arXiv 2504.02546)."""
     alpha = len(x.rewards) / max(1, int(x.rewards.count_nonzero()))
-    return Estimate.of_samples(alpha * _relative(x, x.rewards, None) / config.norm, x)
+    return Estimate(alpha * _relative(x, x.rewards, None) / config.norm, per_sample=True)
 
 
 @estimator("grpo_passk", compares_group=True)
@@ -50,7 +53,7 @@ def grpo_passk(config: Any, x: Samples) -> Estimate:
     second = order[(first + 1).clamp(max=len(order) - 1)]
     lead = torch.where(x.group_sizes > 1, x.rewards[best] - x.rewards[second], 0.0)
     advantage = torch.zeros_like(x.rewards).index_copy(0, best, lead)
-    return Estimate.of_samples(advantage / (x.group_std(x.rewards) + config.epsilon) if config.std else advantage, x)
+    return Estimate(advantage / (x.group_std(x.rewards) + config.epsilon) if config.std else advantage, per_sample=True)
 
 
 @estimator("gdpo", compares_group=True)

@@ -13,20 +13,19 @@ from headrace.algorithms.losses.registry import plugin
 
 @dataclass(frozen=True)
 class Estimate:
-    """Advantages of trained tokens [N], and the critic's targets [N] where there are any."""
+    """Advantages of samples [M], or of trained tokens [N]; and the critic's targets [N] where there are any."""
 
     advantages: Tensor
     returns: Tensor | None = None
-
-    @classmethod
-    def of_samples(cls, advantages: Tensor, x: Samples) -> "Estimate":
-        """[M]: each sample's value for each of its tokens."""
-        return cls(x.segments.expand(advantages))
+    per_sample: bool = False
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """A function from (configuration, samples) to an estimate. A plugin exports one; its configuration is ``settings``."""
+    """A function from (configuration, samples) to an estimate.
+
+    A plugin exports one; its configuration is its ``settings``.
+    """
 
     function: Callable[[Any, Samples], Estimate]
     compares_group: bool

@@ -8,6 +8,7 @@ from torch import Tensor
 from headrace.algorithms.advantages.data import Samples, whiten
 from headrace.algorithms.advantages.registry import Estimate, estimator
 from headrace.algorithms.batch import Segments
+from headrace.algorithms.errors import AlgorithmError
 
 BLOCK = 64
 """Tokens that one matrix product carries back at once."""
@@ -39,7 +40,9 @@ def reinforce_pp(config: Any, x: Samples) -> Estimate:
 def remax(config: Any, x: Samples) -> Estimate:
     """Reward-to-go minus the reward of the greedy answer (Li et al., 2023, arXiv 2310.10505)."""
     returns = discounted_sum(x.token_rewards, x.segments, 1.0)
-    return Estimate(returns - x.segments.expand(x.need("greedy_rewards", "remax")), returns)
+    if x.greedy_rewards is None:
+        raise AlgorithmError("advantage 'remax' needs 'greedy_rewards', which were not given")
+    return Estimate(returns - x.segments.expand(x.greedy_rewards), returns)
 
 
 def discounted_sum(values: Tensor, segments: Segments, discount: float) -> Tensor:

@@ -1,6 +1,7 @@
 """The advantage stage: who is trained on, and with which advantage."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,37 +63,24 @@ def advantages(
         coefficient = config.kl.coefficient if coefficient is None else coefficient
         penalty = -coefficient * kl_estimate(old, reference, config.kl.estimator)[0]
         token_rewards = penalty if token_rewards is None else token_rewards + penalty
+    if token_rewards is not None:
+        token_rewards = token_rewards.detach().to(rewards.dtype)
     importance = None
-    if (
-        config.correction is not None
-        and config.correction.importance is not None
-        and old is not None
-        and behaviour is not None
-    ):
-        importance = importance_weights(
-            config.correction.importance, old=old, behaviour=behaviour, batch=admission.batch
-        )
-    positions, samples = _collect(
-        admission,
-        rewards,
-        groups,
-        tokens={"old": old, "values": values, "sum_pi_squared": sum_pi_squared, "importance": importance},
-        token_rewards=token_rewards,
-        greedy_rewards=greedy_rewards,
-        reward_parts=dict(reward_parts or {}),
-    )
+    wanted = config.correction.importance if config.correction is not None else None
+    if wanted is not None and old is not None and behaviour is not None:
+        importance = importance_weights(wanted, old=old, behaviour=behaviour, batch=admission.batch)
+    samples = _collect(admission, rewards, groups, token_rewards, greedy_rewards, reward_parts or {})
+    tokens = {"old": old, "values": values, "sum_pi_squared": sum_pi_squared, "importance": importance}
+    samples = replace(samples, tokens=tokens | {"token_rewards": token_rewards})
     estimate = _estimate(config, samples)
     final = admission.batch
-    spread = torch.zeros(len(final.mask), dtype=rewards.dtype, device=rewards.device)
-    returns = None if estimate.returns is None else spread.index_copy(0, positions, estimate.returns)
-    metrics = admission.counts | _summary(rewards, groups, samples, estimate)
     return Advantages(
-        spread.index_copy(0, positions, estimate.advantages),
-        admission.accepted,
-        admission.reasons,
-        final,
-        returns,
-        metrics,
+        values=_spread(estimate, samples),
+        accepted=admission.accepted,
+        drop_reasons=admission.reasons,
+        batch=final,
+        returns=None if estimate.returns is None else final.scatter(estimate.returns),
+        metrics=admission.counts | _summary(rewards, groups, samples, estimate),
     )
 
 
@@ -115,58 +103,60 @@ def _collect(
     admission: Admission,
     rewards: Tensor,
     groups: Tensor,
-    *,
-    tokens: Mapping[str, Tensor | None],
     token_rewards: Tensor | None,
     greedy_rewards: Tensor | None,
-    reward_parts: dict[str, Tensor],
-) -> tuple[Tensor, Samples]:
-    """(positions of the trained tokens [N], accepted samples)."""
+    reward_parts: Mapping[str, Tensor],
+) -> Samples:
+    """The accepted samples, without inputs by token."""
     batch, accepted = admission.batch, admission.accepted
-    positions, all_segments = batch.trained()
-    if positions is None:
-        positions = torch.arange(len(batch.mask), device=batch.mask.device)
-    segments = all_segments.only(accepted)
+    segments = batch.trained[1].only(accepted)
     own = rewards[accepted]
-    of_token = (
-        own.new_zeros(len(positions)) if token_rewards is None else token_rewards.detach()[positions].to(own.dtype)
-    )
-    whole = own + segments.sum(of_token)
-    of_token = of_token.index_add(0, segments.offsets[1:] - 1, own)
-    place = positions - batch.offsets[:-1][accepted].repeat_interleave(segments.lengths)
-    return positions, Samples(
+    whole = own if token_rewards is None else own + segments.sum(batch.gather(token_rewards))
+    return Samples(
         rewards=whole,
-        token_rewards=of_token,
         group=groups[accepted].unique(return_inverse=True)[1],
         segments=segments,
+        batch=batch,
+        accepted=accepted,
+        own_rewards=own,
         greedy_rewards=None if greedy_rewards is None else greedy_rewards[accepted],
         reward_parts={name: part[accepted] for name, part in reward_parts.items()} | {"reward": whole},
-        columns=place,
-        **{name: None if x is None else x.detach()[positions] for name, x in tokens.items()},
     )
+
+
+def _spread(estimate: Estimate, samples: Samples) -> Tensor:
+    """Advantages of all tokens [T]; 0 at those that are not trained on."""
+    if not estimate.per_sample:
+        return samples.batch.scatter(estimate.advantages)
+    of_sample = samples.rewards.new_zeros(len(samples.accepted))
+    of_sample[samples.accepted] = estimate.advantages
+    everywhere = of_sample.repeat_interleave(samples.batch.offsets.diff())
+    return everywhere if samples.batch.trained[0] is None else torch.where(samples.batch.mask, everywhere, 0.0)
 
 
 def _estimate(config: Any, samples: Samples) -> Estimate:
     if config.advantage is None:
-        return Estimate(torch.zeros_like(samples.token_rewards))
+        return Estimate(torch.zeros_like(samples.rewards), per_sample=True)
     estimator, settings = resolve(config.advantage)
     if not len(samples.rewards):
-        return Estimate(samples.token_rewards, samples.token_rewards if samples.values is not None else None)
+        nothing = samples.rewards.new_zeros(0)
+        return Estimate(nothing, nothing)
     return estimator.function(settings, samples)
 
 
 def _summary(rewards: Tensor, groups: Tensor, samples: Samples, estimate: Estimate) -> dict[str, float]:
-    """Counts, and the distribution of the rewards of all scored samples and of the advantages."""
+    """Counts, and the distribution of the rewards of all scored samples and of the advantages (of samples, or tokens)."""
     metrics = {
         "samples": float(len(rewards)),
         "groups": float(len(groups.unique())),
         "accepted/samples": float(len(samples.rewards)),
         "accepted/groups": float(samples.groups),
-        "accepted/tokens": float(len(samples.token_rewards)),
+        "accepted/tokens": float(samples.count),
     }
     for name, values in (("reward", rewards[rewards.isfinite()]), ("advantage", estimate.advantages)):
         if len(values):
-            metrics[f"{name}/mean"] = float(values.mean())
-            metrics[f"{name}/std"] = float(values.std(correction=0))
-            metrics[f"{name}/min"], metrics[f"{name}/max"] = float(values.min()), float(values.max())
+            variance, mean = torch.var_mean(values, correction=0)
+            low, high = values.aminmax()
+            metrics |= {f"{name}/mean": float(mean), f"{name}/std": float(variance.sqrt())}
+            metrics |= {f"{name}/min": float(low), f"{name}/max": float(high)}
     return metrics

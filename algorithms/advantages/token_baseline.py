@@ -22,11 +22,11 @@ def optimal_token_baseline(config: Any, x: Samples) -> Estimate:
     """
     kind = "optimal_token_baseline"
     energy = 1 - 2 * x.need("old", kind).exp() + x.need("sum_pi_squared", kind)
-    if x.importance is not None:
-        energy = energy * x.importance.square()
+    if x.tokens.get("importance") is not None:
+        energy = energy * x.need("importance", kind).square()
     returns = discounted_sum(x.token_rewards, x.segments, 1.0)
     weight = _running_sum(energy, x.segments).to(returns.dtype)
-    column = _own_column(x.segments) if config.tool_integrated else x.need("columns", kind)
+    column = _own_column(x.segments) if config.tool_integrated else x.columns
     cell = x.segments.expand(x.group) * (int(column.max()) + 1) + column
     _, cell, reached = cell.unique(return_inverse=True, return_counts=True)
     top = returns.new_zeros(len(reached)).index_add(0, cell, returns * weight)

@@ -23,7 +23,7 @@ def select(config: Any, *, logprobs: Tensor, advantages: Tensor, batch: Jagged, 
     ``logprobs``: [T], the log-probabilities at the start of the step (old). KL-Cov takes the ``fraction`` of highest
     covariance. Clip-Cov draws as many at random, by ``seed``, among those between its bounds. At least one, if any.
     """
-    positions, _ = batch.trained()
+    positions, _ = batch.trained
     chosen = torch.zeros(len(batch.mask), dtype=torch.bool, device=batch.mask.device)
     if positions is None:
         positions = torch.arange(len(batch.mask), device=batch.mask.device)
@@ -48,8 +48,8 @@ def clip_cov(config: Any, x: Tokens) -> LossTerms:
     selected = _selected(config, x)
     values, clipped, out = clipped_surrogate(x.ratio, x.advantages, config.clip_low, config.clip_high)
     silenced = selected & ~clipped
-    values = values.masked_fill(silenced, 0.0)
-    return LossTerms(values, slope=values.masked_fill(clipped, 0.0), clipped=clipped | silenced, out_of_range=out)
+    values = torch.where(silenced, 0.0, values)
+    return LossTerms(values, slope=torch.where(clipped, 0.0, values), clipped=clipped | silenced, out_of_range=out)
 
 
 @policy_loss("kl_cov")

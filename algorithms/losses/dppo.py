@@ -14,7 +14,7 @@ def dppo(config: Any, x: Tokens) -> LossTerms:
     """−A × sg(min(r, truncate)) × log-probability; 0 for tokens that are out of the ball and that A pushes further out."""
     p, q = x.new.exp(), x.old.exp()
     inside = _inside_tv(config, x, p, q) if config.divergence == "tv" else _inside_kl(config, x, p, q)
-    slope = (-x.advantages * x.ratio.clamp(max=config.truncate)).masked_fill(~inside, 0.0)
+    slope = torch.where(inside, -x.advantages * x.ratio.clamp(max=config.truncate), 0.0)
     return LossTerms(slope * x.new, slope, clipped=~inside, out_of_range=~inside)
 
 

@@ -18,5 +18,5 @@ def gmpo(config: Any, x: Tokens) -> LossTerms:
     clipped = (held != x.log_ratio) & (x.advantages != 0)
     values = -x.segments.mean(x.advantages) * x.segments.mean(held).exp()
     per_token = x.segments.expand(values / x.segments.lengths.clamp(min=1))
-    slope = per_token.masked_fill(clipped | (x.advantages == 0), 0.0)
+    slope = torch.where(clipped | (x.advantages == 0), 0.0, per_token)
     return LossTerms(values, slope, per_sample=True, clipped=clipped, out_of_range=bounded != x.log_ratio)

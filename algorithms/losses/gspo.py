@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from headrace.algorithms.losses.ppo_clip import clipped_surrogate
 from headrace.algorithms.losses.registry import policy_loss
 from headrace.algorithms.tokens import LossTerms, Tokens
@@ -18,4 +20,4 @@ def gspo(config: Any, x: Tokens) -> LossTerms:
     values, clipped, out = clipped_surrogate(
         x.segments.expand(sequence), x.advantages, config.clip_low, config.clip_high
     )
-    return LossTerms(values, slope=values.masked_fill(clipped, 0.0), clipped=clipped, out_of_range=out)
+    return LossTerms(values, slope=torch.where(clipped, 0.0, values), clipped=clipped, out_of_range=out)

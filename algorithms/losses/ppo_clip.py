@@ -18,7 +18,7 @@ def ppo_clip(config: Any, x: Tokens) -> LossTerms:
         lower = (x.advantages < 0) & (values > bound)
         values = torch.where(lower, bound, values)
         clipped = clipped | lower
-    return LossTerms(values, slope=values.masked_fill(clipped, 0.0), clipped=clipped, out_of_range=out)
+    return LossTerms(values, slope=torch.where(clipped, 0.0, values), clipped=clipped, out_of_range=out)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:

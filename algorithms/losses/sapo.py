@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-
 from headrace.algorithms.losses.registry import policy_loss
 from headrace.algorithms.tokens import LossTerms, Tokens
 

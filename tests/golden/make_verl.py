@@ -1,52 +1,16 @@
 """Computes tests/golden/verl.json with verl 0.9.1's own functions, in float64 on the CPU.
 
-In an environment of its own: ``pip install torch numpy tensordict omegaconf packaging`` and
-``pip install --no-deps verl==0.9.1``; then ``python make_verl.py verl.json``. The inputs are those in the file, so that
-a second run gives the same file. Modules of verl's import chain that no formula needs (ray and others) are replaced by
-empty ones where they are missing.
+From the root of the repository: ``python -m tests.golden.make_verl tests/golden/verl.json``. The inputs are those in the
+file, so that a second run gives the same file.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
-import os
 import sys
-import types
 from pathlib import Path
-from unittest.mock import MagicMock
 
-os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VERL_FORCE_DEVICE": "cpu"}
-UNNEEDED = ["ray", "transformers", "orjson", "codetiming", "hydra", "datasets", "pandas", "peft", "torchdata"]
+from benchmarks import verl_reference
 
-
-class Empty(types.ModuleType):
-    __path__: list[str] = []
-    __version__ = "99.0.0"
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        accepts_options = {"__init_subclass__": classmethod(lambda cls, **options: None)}
-        value = type(name, (), accepts_options) if name[:1].isupper() else MagicMock(name=name)
-        setattr(self, name, value)
-        return value
-
-
-class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in UNNEEDED:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        return Empty(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
-sys.meta_path.insert(0, Missing())
+verl_reference.prepare()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
