@@ -14,6 +14,7 @@ from headrace.blocks.recipe import Recipe
 from headrace.tasks.campaign import Campaign
 from headrace.tasks.preflight import check_recipe, check_workers
 from headrace.tasks.recovery import complete_ledger
+from headrace.tasks.report import complete_history
 from headrace.tasks.shutdown import release_engines
 
 
@@ -31,6 +32,7 @@ async def open_campaign(recipe: Recipe, campaign: str) -> AsyncIterator[Campaign
         if trained:
             c.move_to(len(trained), trained[-1].key)
             complete_ledger(c, trained)
+            complete_history(c)
         get_run_logger().info(
             "campaign %s, attempt %d, at iteration %d; everything is in %s", id, c.attempt, c.version, c.url
         )

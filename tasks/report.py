@@ -5,12 +5,12 @@ import base64
 import json
 import time
 
-from headrace.engines.report import curves_png, samples_markdown, stage_table, write_tensorboard
 from prefect.artifacts import acreate_image_artifact, acreate_markdown_artifact, acreate_table_artifact
 from prefect.events import emit_event
 
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.weights import Served
+from headrace.engines.report import curves_png, samples_markdown, stage_table, write_tensorboard
 from headrace.tasks.campaign import Campaign, current
 from headrace.tasks.figures import chain, covered, iteration_row
 from headrace.tasks.stage import stage
@@ -47,6 +47,14 @@ async def report(step: int, served: list[Served]) -> None:
     table = stage_table(row, c.attempts)
     c.attempts.clear()
     c.in_background(_show(c, step, row, table, stages))
+
+
+def complete_history(c: Campaign) -> None:
+    """Adds iterations that an earlier attempt trained and did not report; what they took in whole is not known."""
+    known = {row["step"] for row in c.history.rows()}
+    for step in range(c.version):
+        if step not in known:
+            c.history.add(iteration_row(c, chain(c, step)))
 
 
 async def _show(
