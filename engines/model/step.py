@@ -89,9 +89,7 @@ def _has_effect(experience: Experience, algorithm: Algorithm) -> Tensor:
     """Samples whose loss depends on the weights, bool [S]: where advantages are all 0, only KL and entropy terms do."""
     if algorithm.entropy_coefficient or (algorithm.kl is not None and algorithm.kl.kind == "loss"):
         return torch.ones(len(experience.samples), dtype=torch.bool)
-    positions, segments = experience.jagged.trained()
-    values = experience.advantages if positions is None else experience.advantages[positions]
-    return segments.sum((values != 0).float()) > 0
+    return experience.jagged.accept(tokens=experience.advantages != 0).lengths() > 0
 
 
 def backward(
