@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from headrace.algorithms.advantages.discount import discounted_sum
 from headrace.algorithms.batch import Jagged, Segments
 from headrace.algorithms.errors import AlgorithmError
 
@@ -57,11 +58,11 @@ class Samples:
         values = self.own_rewards.new_zeros(self.count) if added is None else self.batch.gather(added)
         return values.index_add(0, self.segments.offsets[1:] - 1, self.own_rewards)
 
-    @property
-    def columns(self) -> Tensor:
-        """Place of each trained token in its response, tool tokens counted, int64 [N]."""
-        positions = self.batch.gather(torch.arange(len(self.batch.mask), device=self.batch.mask.device))
-        return positions - self.segments.expand(self.batch.offsets[:-1][self.accepted])
+    def reward_to_go(self) -> Tensor:
+        """float [N]: what a token and those after it add, undiscounted."""
+        if self.tokens.get("token_rewards") is None:
+            return self.segments.expand(self.own_rewards)
+        return discounted_sum(self.token_rewards, self.segments, 1.0)
 
     @property
     def count(self) -> int:

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from headrace.algorithms.advantages.data import Samples, whiten
+from headrace.algorithms.advantages.discount import discounted_sum
 from headrace.algorithms.advantages.registry import Estimate, estimator
 from headrace.algorithms.batch import Segments
 from headrace.algorithms.errors import AlgorithmError
-
-BLOCK = 64
-"""Tokens that one matrix product carries back at once."""
 
 
 @estimator("gae", compares_group=False)
@@ -39,38 +37,11 @@ def reinforce_pp(config: Any, x: Samples) -> Estimate:
 @estimator("remax", compares_group=False)
 def remax(config: Any, x: Samples) -> Estimate:
     """Reward-to-go minus the reward of the greedy answer (Li et al., 2023, arXiv 2310.10505)."""
-    returns = discounted_sum(x.token_rewards, x.segments, 1.0)
     if x.greedy_rewards is None:
         raise AlgorithmError("advantage 'remax' needs 'greedy_rewards', which were not given")
-    return Estimate(returns - x.segments.expand(x.greedy_rewards), returns)
-
-
-def discounted_sum(values: Tensor, segments: Segments, discount: float) -> Tensor:
-    """y_t = x_t + discount × y_{t+1} inside each segment, [N] → [N].
-
-    Blocks of tokens are carried back by one product with a triangular matrix of powers; only blocks are a loop.
-    """
-    lengths = segments.lengths
-    if not len(values):
-        return values.clone()
-    width = -(-int(lengths.max()) // BLOCK) * BLOCK
-    sample = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths)
-    # Right-aligned, so that every sample ends in the last column.
-    column = torch.arange(len(values), device=values.device) + (width - segments.offsets[1:])[sample]
-    padded = values.new_zeros(len(lengths), width)
-    padded[sample, column] = values
-    power = torch.arange(BLOCK, device=values.device)
-    distance = power[:, None] - power[None, :]
-    matrix = torch.where(
-        distance >= 0, torch.tensor(discount, dtype=values.dtype, device=values.device) ** distance.clamp(min=0), 0.0
-    )
-    decay = torch.tensor(discount, dtype=values.dtype, device=values.device) ** (BLOCK - power)
-    carry = values.new_zeros(len(lengths), 1)
-    for start in range(width - BLOCK, -1, -BLOCK):
-        block = padded[:, start : start + BLOCK] @ matrix + carry * decay
-        padded[:, start : start + BLOCK] = block
-        carry = block[:, :1]
-    return padded[sample, column]
+    if x.tokens.get("token_rewards") is None:
+        return Estimate(x.rewards - x.greedy_rewards, per_sample=True)
+    return Estimate(x.reward_to_go() - x.segments.expand(x.greedy_rewards))
 
 
 def _last_tokens(segments: Segments) -> Tensor:

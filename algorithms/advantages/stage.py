@@ -155,8 +155,8 @@ def _summary(rewards: Tensor, groups: Tensor, samples: Samples, estimate: Estima
     }
     for name, values in (("reward", rewards[rewards.isfinite()]), ("advantage", estimate.advantages)):
         if len(values):
-            variance, mean = torch.var_mean(values, correction=0)
-            low, high = values.aminmax()
-            metrics |= {f"{name}/mean": float(mean), f"{name}/std": float(variance.sqrt())}
+            mean, (low, high) = values.mean(), values.aminmax()
+            deviation = torch.linalg.vector_norm(values - mean) / len(values) ** 0.5
+            metrics |= {f"{name}/mean": float(mean), f"{name}/std": float(deviation)}
             metrics |= {f"{name}/min": float(low), f"{name}/max": float(high)}
     return metrics

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from headrace.algorithms.advantages.data import Samples
 from headrace.algorithms.advantages.registry import Estimate, estimator
-from headrace.algorithms.advantages.returns import discounted_sum
 from headrace.algorithms.batch import Segments
 
 TINY = 1e-8
@@ -24,26 +23,30 @@ def optimal_token_baseline(config: Any, x: Samples) -> Estimate:
     energy = 1 - 2 * x.need("old", kind).exp() + x.need("sum_pi_squared", kind)
     if x.tokens.get("importance") is not None:
         energy = energy * x.need("importance", kind).square()
-    returns = discounted_sum(x.token_rewards, x.segments, 1.0)
-    weight = _running_sum(energy, x.segments).to(returns.dtype)
-    column = _own_column(x.segments) if config.tool_integrated else x.columns
-    cell = x.segments.expand(x.group) * (int(column.max()) + 1) + column
-    _, cell, reached = cell.unique(return_inverse=True, return_counts=True)
-    top = returns.new_zeros(len(reached)).index_add(0, cell, returns * weight)
-    bottom = returns.new_zeros(len(reached)).index_add(0, cell, weight)
-    baseline = torch.where(reached > 1, top / (bottom + TINY), 0.0)
-    return Estimate(returns - baseline[cell], returns)
+    returns = x.reward_to_go()
+    weight = _running_sum(energy, x.segments)
+    cell, cells = _cells(x, config.tool_integrated)
+    top = returns.new_zeros(cells).scatter_add_(0, cell, returns * weight)
+    bottom = torch.zeros_like(top).scatter_add_(0, cell, weight)
+    baseline = torch.where(torch.bincount(cell, minlength=cells) > 1, top / (bottom + TINY), 0.0)
+    return Estimate(returns - baseline.index_select(0, cell))
+
+
+def _cells(x: Samples, own: bool) -> tuple[Tensor, int]:
+    """(for each token the number of its group and position, int64 [N]; how many there are).
+
+    Positions count the policy's own tokens, or all tokens of the response.
+    """
+    starts = x.segments.offsets[:-1] if own else x.batch.offsets[:-1][x.accepted]
+    width = int((x.segments.lengths if own else x.batch.offsets.diff()).max())
+    positions = None if own else x.batch.trained[0]
+    if positions is None:
+        positions = torch.arange(x.count, device=starts.device)
+    return x.segments.expand(x.group * width - starts).add_(positions), x.groups * width
 
 
 def _running_sum(values: Tensor, segments: Segments) -> Tensor:
     """Inclusive running sum inside each segment [N]; in float64, since it is a difference of sums over the batch."""
     running = values.double().cumsum(0)
-    before = torch.cat([running.new_zeros(1), running])[segments.offsets[:-1]]
-    return running - segments.expand(before)
-
-
-def _own_column(segments: Segments) -> Tensor:
-    """Place of each token among the policy's own tokens of its sample, int64 [N]."""
-    return torch.arange(int(segments.offsets[-1]), device=segments.offsets.device) - segments.expand(
-        segments.offsets[:-1]
-    )
+    starts = segments.offsets[:-1]
+    return running.sub_(segments.expand(running[starts] - values[starts])).to(values.dtype)
