@@ -1,10 +1,11 @@
 """Attention over shared prefixes on the CPU, as a function of transformers' attention interface.
 
-Prompts attend to themselves; responses attend to their prompt's keys, which are read once for all samples, and to
-their own. Against one dense masked product over [prompt | c1 | … | cn] this leaves out all that the mask would throw
-away, and its backward pass is several times faster than that of PyTorch's CPU flash kernel at these sizes.
+What all prompts share, each prompt's rest, and each response are blocks; a block attends to itself and to those that it
+follows, whose keys are read once for all their followers. Against one dense masked product this leaves out all that the
+mask would throw away, and its backward pass is several times faster than PyTorch's CPU flash kernel at these sizes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,54 +20,66 @@ RECOMPUTE_SCORES = 1 << 22
 """Attention scores of one layer above which they are computed again in the backward pass rather than kept."""
 
 Run = tuple[int, int, list[tuple[int, int]]]
-"""A row's prompt (start, tokens), and (start, tokens) of each of its responses."""
+"""A prompt without what is shared (start, tokens), and (start, tokens) of each of its responses."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things lie in a packed row."""
+
+    shared: int
+    """Tokens at the row's beginning that all prompts share."""
+    runs: list[Run]
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where the tokens of a packed row lie in padded blocks: prompts [G, P], then responses [G, N, C]."""
+    """The tokens of a packed row in padded blocks: shared prefix [S], prompts [G, P], responses [G, N, C]."""
 
-    shape: tuple[int, int, int, int]
-    """G rows, P longest prompt, N most samples of a row, C longest response (inputs)."""
+    shape: tuple[int, int, int, int, int]
+    """S shared tokens, G prompts, P longest prompt without them, N most samples of a prompt, C longest response."""
     spread: Tensor
-    """int64 [G·P + G·N·C]: token of the row at each place of the blocks; padding repeats a token of its row."""
+    """int64 [S + G·P + G·N·C]: token of the row at each place of the blocks; padding repeats a token of its prompt."""
     gather: Tensor
     """int64 [L]: place in the blocks of each token of the row."""
     real: Tensor
-    """bool [G·P + G·N·C, 1]: False at padding."""
-    hidden: Tensor
-    """bool [G, 1, 1, C, P + C]: keys (prompt, own) that a response token does not see."""
-    future: Tensor
-    """bool [P, P]: keys that a prompt token does not see."""
+    """bool [S + G·P + G·N·C, 1]: False at padding."""
+    hidden: tuple[Tensor, Tensor, Tensor]
+    """Keys that a token of each block does not see: bool [S, S], [P, S + P], [G, 1, 1, C, S + P + C]."""
 
     @classmethod
-    def of(cls, runs: list[Run]) -> "Blocks":
-        """Raises ValueError for no rows."""
+    def of(cls, layout: Layout) -> "Blocks":
+        runs, s = layout.runs, layout.shared
         g, n = len(runs), max(len(responses) for _, _, responses in runs)
         p = max(size for _, size, _ in runs)
         c = max((count for _, _, responses in runs for _, count in responses), default=0)
-        starts = torch.zeros(g, n, dtype=torch.int64)
-        counts = torch.zeros(g, n, dtype=torch.int64)
-        for index, (begin, _, responses) in enumerate(runs):
-            starts[index] = begin
-            for place, (start, count) in enumerate(responses):
-                starts[index, place], counts[index, place] = start, count
         begins = torch.tensor([begin for begin, _, _ in runs])[:, None]
         sizes = torch.tensor([size for _, size, _ in runs])[:, None]
+        starts, counts = begins.repeat(1, n), torch.zeros(g, n, dtype=torch.int64)
+        for index, (_, _, responses) in enumerate(runs):
+            for place, (start, count) in enumerate(responses):
+                starts[index, place], counts[index, place] = start, count
         in_prompt, in_response = torch.arange(p) < sizes, torch.arange(c) < counts[..., None]
-        real = torch.cat([in_prompt.flatten(), in_response.flatten()])
-        spread = torch.cat(
-            [
-                torch.where(in_prompt, begins + torch.arange(p), begins).flatten(),
-                torch.where(in_response, starts[..., None] + torch.arange(c), begins[..., None]).flatten(),
-            ]
-        )
+        of_prompt = torch.where(in_prompt, begins + torch.arange(p), begins)
+        of_response = torch.where(in_response, starts[..., None] + torch.arange(c), begins[..., None])
+        real = torch.cat([torch.ones(s, dtype=torch.bool), in_prompt.flatten(), in_response.flatten()])
+        spread = torch.cat([torch.arange(s), of_prompt.flatten(), of_response.flatten()])
         places = real.nonzero().squeeze(1)
         gather = torch.empty(len(places), dtype=torch.int64)
         gather[spread[places]] = places
-        prompt_hidden = (~in_prompt)[:, None, None, None].expand(g, 1, 1, c, p)
-        own_hidden = _future(c).expand(g, 1, 1, c, c)
-        return cls((g, p, n, c), spread, gather, real[:, None], torch.cat([prompt_hidden, own_hidden], -1), _future(p))
+        seen = torch.zeros(1, dtype=torch.bool)
+        from_response = [
+            seen.expand(g, 1, 1, c, s),
+            (~in_prompt)[:, None, None, None].expand(g, 1, 1, c, p),
+            _future(c).expand(g, 1, 1, c, c),
+        ]
+        hidden = (_future(s), torch.cat([seen.expand(p, s), _future(p)], -1), torch.cat(from_response, -1))
+        return cls((s, g, p, n, c), spread, gather, real[:, None], hidden)
+
+    def scores(self, heads: int) -> int:
+        """Attention scores of one layer."""
+        s, g, p, n, c = self.shape
+        return heads * (s * s + g * p * (s + p) + g * n * c * (s + p + c))
 
 
 def _future(size: int) -> Tensor:
@@ -108,9 +121,7 @@ def prefix_attention(
     heads, dim, kv_heads = query.shape[1], query.shape[3], key.shape[1]
     q, k, v = ((x[0].transpose(0, 1).flatten(1)) for x in (query * scaling, key, value))
     padded = [_reorder(x, blocks.spread, blocks.gather, None) for x in (q, k, v)]
-    g, p, n, c = blocks.shape
-    scores = heads * (g * p * p + g * n * c * (p + c))
-    if scores > RECOMPUTE_SCORES and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and blocks.scores(heads) > RECOMPUTE_SCORES:
         out = checkpoint(_attend, padded, blocks, kv_heads, dim, use_reentrant=False)
     else:
         out = _attend(padded, blocks, kv_heads, dim)
@@ -119,31 +130,44 @@ def prefix_attention(
 
 
 def _attend(padded: list[Tensor], blocks: Blocks, kv_heads: int, dim: int) -> Tensor:
-    """Padded q [·, H·D] (scaled), k and v [·, K·D] → [·, H·D]. R: query heads of one key head."""
-    q, k, v = padded
-    g, p, n, c = blocks.shape
-    r = q.shape[1] // (kv_heads * dim)
-    q_prompt = q[: g * p].view(g, p, kv_heads, r, dim).permute(0, 2, 3, 1, 4).reshape(g, kv_heads, r * p, dim)
-    k_prompt, v_prompt = (x[: g * p].view(g, p, kv_heads, dim).transpose(1, 2) for x in (k, v))
-    scores = (q_prompt @ k_prompt.transpose(2, 3)).view(g, kv_heads, r, p, p)
-    weights = _softmax(scores.masked_fill(blocks.future, -torch.inf)).view(g, kv_heads, r * p, p)
-    prompt = (weights @ v_prompt).view(g, kv_heads, r, p, dim).permute(0, 3, 1, 2, 4).reshape(g * p, -1)
-    if not n * c:
-        return prompt
-    q_own = q[g * p :].view(g, n, c, kv_heads, r, dim).permute(0, 3, 1, 4, 2, 5).reshape(g, kv_heads, n, r * c, dim)
-    k_own, v_own = (x[g * p :].view(g, n, c, kv_heads, dim).permute(0, 3, 1, 2, 4) for x in (k, v))
-    flat = (g, kv_heads, n * r * c)
-    to_prompt = (q_own.reshape(*flat, dim) @ k_prompt.transpose(2, 3)).view(g, kv_heads, n, r * c, p)
-    to_own = q_own @ k_own.transpose(3, 4)
-    scores = torch.cat([to_prompt, to_own], -1).view(g, kv_heads, n * r, c, p + c)
-    weights = _softmax(scores.masked_fill(blocks.hidden, -torch.inf)).view(g, kv_heads, n, r * c, p + c)
-    own = (weights[..., :p].reshape(*flat, p) @ v_prompt).view(g, kv_heads, n, r * c, dim) + weights[..., p:] @ v_own
-    own = own.view(g, kv_heads, n, r, c, dim).permute(0, 2, 4, 1, 3, 5).reshape(g * n * c, -1)
-    return torch.cat([prompt, own])
+    """Padded q [·, H·D] (scaled), k and v [·, K·D] → [·, H·D]. K: key heads; R: query heads of one key head."""
+    s, g, p, n, c = blocks.shape
+    r = padded[0].shape[1] // (kv_heads * dim)
+    shared, prompts, responses = zip(*(x.split([s, g * p, g * n * c]) for x in padded), strict=True)
+    keys: list[tuple[Tensor, Tensor]] = []
+    outs: list[Tensor] = []
+    if s:
+        keys.append(_pair(x.view(s, kv_heads, dim).transpose(0, 1) for x in shared[1:]))
+        q = shared[0].view(s, kv_heads, r, dim).permute(1, 2, 0, 3)
+        outs.append(_attention(q, keys, blocks.hidden[0]).permute(2, 0, 1, 3).reshape(s, -1))
+    keys.append(_pair(x.view(g, p, kv_heads, dim).permute(2, 0, 1, 3) for x in prompts[1:]))
+    q = prompts[0].view(g, p, kv_heads, r, dim).permute(2, 0, 3, 1, 4)
+    outs.append(_attention(q, keys, blocks.hidden[1]).permute(1, 3, 0, 2, 4).reshape(g * p, -1))
+    if n * c:
+        keys.append(_pair(x.view(g, n, c, kv_heads, dim).permute(3, 0, 1, 2, 4) for x in responses[1:]))
+        q = responses[0].view(g, n, c, kv_heads, r, dim).permute(3, 0, 1, 4, 2, 5)
+        outs.append(_attention(q, keys, blocks.hidden[2]).permute(1, 2, 4, 0, 3, 5).reshape(g * n * c, -1))
+    return torch.cat(outs)
 
 
-def _softmax(scores: Tensor) -> Tensor:
-    return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+def _pair(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    key, value = tensors
+    return key, value
+
+
+def _attention(q: Tensor, keys: list[tuple[Tensor, Tensor]], hidden: Tensor) -> Tensor:
+    """q [K, …, D] over several sets of keys and values [K, …, S, D], each shared by the axes of q that it lacks."""
+    scores = torch.cat([_product(q, k.transpose(-1, -2)) for k, _ in keys], -1)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
+    parts = zip(weights.split([k.shape[-2] for k, _ in keys], -1), keys, strict=True)
+    first, *others = (_product(weight, v) for weight, (_, v) in parts)
+    return sum(others, first)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x [A…, B…, D] times y [A…, D, E] → [A…, B…, E]: one matrix product for all of B."""
+    rows = x.reshape(*x.shape[: y.ndim - 2], -1, x.shape[-1])
+    return (rows @ y).view(*x.shape[:-1], y.shape[-1])
 
 
 AttentionInterface.register(NAME, prefix_attention)

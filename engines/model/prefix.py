@@ -1,18 +1,19 @@
 """Shared-prefix packing: a micro-batch as one row of tokens, in which every prompt stands once for all of its samples.
 
-    [prompt a | a1 | a2 | … | prompt b | b1 | …]
+    [what all prompts begin with | rest of prompt a | a1 | a2 | … | rest of prompt b | b1 | …]
 
-A response token sees its prompt and the earlier tokens of its own sample; its positions go on from the prompt's end.
+A token sees what it follows: the shared beginning, its prompt, the earlier tokens of its own sample; positions go on.
 The last token of a response predicts nothing and is left out.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from headrace.engines.model.attention import Blocks
+from headrace.engines.model.attention import Blocks, Layout
 from headrace.engines.model.base import Samples
 from headrace.engines.model.packing import MicroBatch
 
@@ -45,34 +46,36 @@ class Packed:
 
 def pack(samples: Samples, rows: MicroBatch, device: torch.device) -> Packed:
     """Builds one micro-batch. Order: rows as given, samples of a row ascending."""
-    ids, positions, source, targets, tokens = [], [], [], [], []
-    runs: list[tuple[int, int, list[tuple[int, int]]]] = []
-    lengths: list[int] = []
-    place = 0
     starts, offsets = samples.prompt_offsets.tolist(), samples.offsets.tolist()
-    for row in rows:
-        first = row.samples[0]
-        prompt = samples.prompt_ids[starts[first] : starts[first + 1]]
-        begin, size = place, len(prompt)
-        ids.append(prompt)
-        positions.append(torch.arange(size))
+    prompts = [samples.prompt_ids[starts[row.samples[0]] : starts[row.samples[0] + 1]] for row in rows]
+    shared = common_prefix(prompts)
+    ids = [prompts[0][:shared]] if rows else []
+    positions = [torch.arange(shared)]
+    source, targets, tokens = [], [], []
+    layout = Layout(shared, [])
+    lengths: list[int] = []
+    place = shared
+    for row, prompt in zip(rows, prompts, strict=True):
+        begin, size = place, len(prompt) - shared
+        ids.append(prompt[shared:])
+        positions.append(torch.arange(shared, len(prompt)))
         place += size
         responses = []
         for i in row.samples:
             response = samples.response_ids[offsets[i] : offsets[i + 1]]
             inputs = len(response) - 1
             ids.append(response[:-1])
-            positions.append(torch.arange(size, size + inputs))
+            positions.append(torch.arange(len(prompt), len(prompt) + inputs))
             source += [torch.tensor([begin + size - 1]), torch.arange(place, place + inputs)]
             targets.append(response)
             tokens.append(torch.arange(offsets[i], offsets[i + 1]))
             lengths.append(len(response))
             responses.append((place, inputs))
             place += inputs
-        runs.append((begin, size, responses))
+        layout.runs.append((begin, size, responses))
     if not rows:
         ids = positions = source = targets = [torch.zeros(1, dtype=torch.int64)]
-        runs, place = [(0, 1, [])], 1
+        layout, place = Layout(0, [(0, 1, [])]), 1
     on_cpu = device.type == "cpu"
     if not on_cpu and (padding := -place % FLEX_BLOCK):
         ids.append(torch.zeros(padding, dtype=torch.int64))
@@ -88,30 +91,42 @@ def pack(samples: Samples, rows: MicroBatch, device: torch.device) -> Packed:
         targets=flat(targets),
         tokens=flat(tokens),
         offsets=torch.tensor([0, *lengths], device=device).cumsum(0),
-        blocks=Blocks.of(runs) if on_cpu else None,
-        block_mask=None if on_cpu else _block_mask(runs, sum(len(part) for part in ids), device),
+        blocks=Blocks.of(layout) if on_cpu else None,
+        block_mask=None if on_cpu else _block_mask(layout, sum(len(part) for part in ids), device),
     )
 
 
-def _block_mask(runs: list[tuple[int, int, list[tuple[int, int]]]], length: int, device: torch.device) -> BlockMask:
-    row, sample = segments(runs, length)
-    row, sample = row.to(device), sample.to(device)
+def common_prefix(prompts: Sequence[Tensor]) -> int:
+    """Tokens that all prompts begin with; each keeps at least one of its own, and a single prompt shares none."""
+    if len(prompts) < 2:
+        return 0
+    width = min(len(prompt) for prompt in prompts) - 1
+    heads = torch.stack([prompt[:width] for prompt in prompts])
+    return int((heads == heads[0]).all(0).long().cumprod(0).sum())
 
-    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (q >= kv) & (row[q] == row[kv]) & ((sample[kv] < 0) | (sample[q] == sample[kv]))
 
+def _block_mask(layout: Layout, length: int, device: torch.device) -> BlockMask:
+    visible = mask_of(layout, length, device)
     return create_block_mask(visible, B=None, H=None, Q_LEN=length, KV_LEN=length, device=device, BLOCK_SIZE=FLEX_BLOCK)
 
 
-def segments(runs: list[tuple[int, int, list[tuple[int, int]]]], length: int) -> tuple[Tensor, Tensor]:
-    """(row of each token, sample of each token with −1 for prompts), int32 [length]; padding is a row of its own."""
-    row = torch.full((length,), -1, dtype=torch.int32)
+def mask_of(layout: Layout, length: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Flex attention's mask function (batch, head, query, key) → bool for a row padded to ``length``."""
+    # Number of each token's prompt and sample; −1: of all prompts, of all samples of the prompt, −2: padding.
+    prompt = torch.full((length,), -2, dtype=torch.int32)
     sample = torch.full((length,), -1, dtype=torch.int32)
+    prompt[: layout.shared] = -1
     number = 0
-    for index, (begin, size, responses) in enumerate(runs):
-        row[begin : begin + size] = index
+    for index, (begin, size, responses) in enumerate(layout.runs):
+        prompt[begin : begin + size] = index
         for start, count in responses:
-            row[start : start + count] = index
+            prompt[start : start + count] = index
             sample[start : start + count] = number
             number += 1
-    return row, sample
+    prompt, sample = prompt.to(device), sample.to(device)
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        own = (prompt[q] == prompt[kv]) & ((sample[kv] == -1) | (sample[q] == sample[kv]))
+        return (q >= kv) & ((prompt[kv] == -1) | own)
+
+    return visible

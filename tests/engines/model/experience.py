@@ -8,15 +8,25 @@ VOCABULARY = 259
 
 
 def random_samples(
-    groups: int = 4, n: int = 4, prompt: tuple[int, int] = (3, 9), response: tuple[int, int] = (1, 7), seed: int = 0
+    groups: int = 4,
+    n: int = 4,
+    prompt: tuple[int, int] = (1, 6),
+    response: tuple[int, int] = (1, 7),
+    common: int = 3,
+    seed: int = 0,
 ) -> Samples:
-    """``groups`` × ``n`` samples with lengths from the given closed ranges, the samples of a group side by side."""
+    """``groups`` × ``n`` samples with lengths from the given closed ranges, the samples of a group side by side.
+
+    All prompts begin with the same ``common`` tokens, then come ``prompt`` tokens of their own.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def length(bounds: tuple[int, int], count: int) -> list[int]:
         return torch.randint(bounds[0], bounds[1] + 1, (count,), generator=draw).tolist()
 
-    prompts = [torch.randint(3, VOCABULARY, (size,), generator=draw) for size in length(prompt, groups)]
+    shared = torch.randint(3, VOCABULARY, (common,), generator=draw)
+    own = [torch.randint(3, VOCABULARY, (size,), generator=draw) for size in length(prompt, groups)]
+    prompts = [torch.cat([shared, rest]) for rest in own]
     responses = [torch.randint(3, VOCABULARY, (size,), generator=draw) for size in length(response, groups * n)]
     repeated = [p for p in prompts for _ in range(n)]
     return Samples(
