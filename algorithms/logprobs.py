@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from headrace.algorithms import fused
 from headrace.algorithms.errors import AlgorithmError
 
 CHUNK_BYTES = 128 * 2**20
@@ -28,12 +29,13 @@ def token_logprobs(
     chunk: int | None = None,
     entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability (nats) of each target under softmax(hidden weightᵀ + bias) / temperature), float32 [T].
+    """Log-probability (nats) of each target under softmax((hidden weightᵀ + bias) / temperature), float32 [T].
 
     ``hidden`` [T, H] and ``weight`` [V, H] of one floating dtype, ``targets`` int64 [T], ``bias`` [V]. With ``entropy``,
     also the entropy (nats) of each distribution, float32 [T]. Both have gradients for hidden, weight and bias. Products
     are in the inputs' dtype, everything after them in float32 (float64 for float64 inputs). ``chunk``: tokens whose
-    logits exist at once; of the others, at most ``KEEP_BYTES`` are kept for the backward pass.
+    logits exist at once; of the others, at most ``KEEP_BYTES`` are kept for the backward pass. On a Hopper GPU in bfloat16,
+    Liger's fused kernel takes over where it is installed (``fused``), and ``chunk`` has no part in it.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}"
@@ -42,6 +44,9 @@ def token_logprobs(
         raise AlgorithmError(f"hidden is {hidden.dtype} and weight is {weight.dtype}: convert one of them")
     if not temperature > 0:
         raise AlgorithmError(f"temperature must be above 0, not {temperature}")
+    if fused.applies(hidden, bias):
+        values, spread = fused.token_logprobs(hidden, weight, targets, temperature, entropy)
+        return values if spread is None else (values, spread)
     size = default_chunk(len(weight)) if chunk is None else chunk
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     logits = _Logits(

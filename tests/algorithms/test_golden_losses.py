@@ -190,7 +190,9 @@ def test_value_loss(golden):
     )
     objective.loss.backward()
     assert objective.loss.item() == pytest.approx(case["loss"], rel=1e-6)
-    torch.testing.assert_close(new.grad, torch.tensor(case["grad"], dtype=torch.float64).reshape(-1), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        new.grad, torch.tensor(case["grad"], dtype=torch.float64).reshape(-1), rtol=1e-6, atol=1e-9
+    )
     metrics = finish_metrics(objective.sums)
     assert metrics["value/clip_fraction"] == pytest.approx(case["clipfrac"], abs=1e-6)
     rewards, v = golden.flat("rew")[golden.batch.mask], golden.flat("vpred")[golden.batch.mask]

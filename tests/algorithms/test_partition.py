@@ -152,7 +152,11 @@ def check_partition(config, lengths, ranks, seed):
         reduced += own.to_tensor()
     denominators = Denominators.from_tensor(reduced)
 
-    total, grads, rank_sums = torch.zeros((), dtype=torch.float64), torch.zeros(2, sum(lengths), dtype=torch.float64), []
+    total, grads, rank_sums = (
+        torch.zeros((), dtype=torch.float64),
+        torch.zeros(2, sum(lengths), dtype=torch.float64),
+        [],
+    )
     for micro_batches in ranks:
         pieces = []
         for samples in micro_batches:
