@@ -10,6 +10,9 @@ from typing import Protocol
 
 from headrace.blocks.weights import Served, WeightSource
 
+START_VERSION = -1
+"""Weight version of tokens that were sampled before any weights were published: those of the model folder."""
+
 
 @dataclass(frozen=True)
 class Sampling:

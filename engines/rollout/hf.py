@@ -14,7 +14,7 @@ from headrace.blocks.recipe import TransformersRollout
 from headrace.blocks.weights import Served, WeightSource
 from headrace.engines.checkpoint import pull
 from headrace.engines.rollout.architecture import read_architecture
-from headrace.engines.rollout.base import Group, Request
+from headrace.engines.rollout.base import START_VERSION, Group, Request
 from headrace.engines.rollout.batch import Batch
 from headrace.engines.rollout.decoder import Decoder
 from headrace.engines.rollout.errors import NotServing, RequestTooLong
@@ -26,8 +26,6 @@ PREFILL_TOKENS = 2048
 """Prompts are computed together up to this many tokens."""
 PAUSE_LIMIT_S = 1800.0
 """A generation that was paused and not resumed fails after this."""
-START_VERSION = -1
-"""Version of tokens sampled before any weights were published: those of the model folder."""
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from headrace.blocks.recipe import TransformersRollout
 from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint import WeightError, publish
-from headrace.engines.rollout.base import Completion, Request, Sampling
+from headrace.engines.rollout.base import START_VERSION, Completion, Request, Sampling
 from headrace.engines.rollout.counter import sample_seed
 from headrace.engines.rollout.errors import NotServing, RequestTooLong
-from headrace.engines.rollout.hf import START_VERSION, TransformersEngine
+from headrace.engines.rollout.hf import TransformersEngine
 from headrace.engines.rollout.spec import RolloutSpec
 
 pytestmark = pytest.mark.anyio
@@ -89,6 +89,32 @@ async def test_loaded_weights_are_those_of_the_publisher(tiny_model: Path, other
         assert [c.token_ids for c in completions] != [c.token_ids for c in before[group]]
     await changed.close()
     await fresh.close()
+
+
+async def test_weights_come_through_shared_memory(tiny_model: Path, other_model: Path, tmp_path: Path):
+    shared, address = engine(tiny_model), str(tmp_path / "weights.sock")
+    tensors = load_file(other_model / "model.safetensors")
+    metas = [(name, "float32", list(tensor.shape)) for name, tensor in tensors.items()]
+    sending = asyncio.create_task(
+        asyncio.to_thread(
+            publish,
+            iter(tensors.items()),
+            metas,
+            version=2,
+            train_step=2,
+            transport="shm",
+            address=address,
+            partition_bytes=1 << 16,
+            wire_dtype="float32",
+            deadline_s=10,
+        )
+    )
+    source = WeightSource(version=2, transport="shm", address=address)
+    served = await shared.load_weights(source, deadline_s=10)
+    assert served.digest == (await sending).digest
+    for name, tensor in shared.decoder.parameters.named_tensors():
+        assert torch.equal(tensor, tensors[name])
+    await shared.close()
 
 
 async def test_weights_of_another_dtype_or_model_are_refused_and_nothing_is_served(

@@ -1,0 +1,83 @@
+"""Runs inside vLLM's workers, in vLLM's environment: pulls a weight version into the running model.
+
+``--worker-extension-cls`` mixes ``HeadraceWorker`` into vLLM's worker; its method is called by ``/collective_rpc``, so
+it runs between two steps of the engine. Needs torch, vllm, pydantic, fsspec and xxhash in that environment.
+"""
+
+import json
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from headrace.blocks.weights import WeightSource
+from headrace.engines.checkpoint import WeightError, pull
+
+
+class HeadraceWorker:
+    """Methods that vLLM's worker gets."""
+
+    def headrace_load_weights(self, source: str, expect: str, deadline_s: str) -> dict[str, Any]:
+        """Streams a version into the model.
+
+        source: JSON of WeightSource; expect: JSON of name → [dtype, shape]; deadline_s: of each wait, as text.
+
+        Returns:
+            ``served`` (JSON of Served) when the whole version is in use. Else ``error``, and ``spoiled``: whether the
+            model has been touched, so that this process must not serve any more.
+        """
+        worker: Any = self
+        loading = _Loading(worker.model_runner.get_model())
+        with set_current_vllm_config(worker.vllm_config):
+            try:
+                wanted = {name: (dtype, shape) for name, (dtype, shape) in json.loads(expect).items()}
+                served = pull(
+                    WeightSource.model_validate_json(source),
+                    loading.take,
+                    deadline_s=float(deadline_s),
+                    expect=wanted,
+                    rank=worker.rank,
+                )
+                loading.finish(worker.model_runner.model_config, served.version)
+            except WeightError as error:
+                return {"error": str(error), "spoiled": loading.begun}
+        worker.model_runner.reset_lora_state()
+        return {"served": served.model_dump()}
+
+
+class _Loading:
+    """One load: vLLM's layer-wise reload, fed one tensor at a time."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._loaded: set[str] = set()
+        self.begun = False
+
+    def take(self, name: str, tensor: torch.Tensor) -> None:
+        if not self.begun:
+            self.begun = True
+            initialize_layerwise_reload(self._model)
+        # vLLM keeps what it is given until a layer is complete, longer than the tensor is valid.
+        self._loaded |= self._model.load_weights([(name, tensor.clone())])
+
+    def finish(self, model_config: Any, version: int) -> None:
+        """Raises WeightError when a parameter of the model was not loaded."""
+        missing = {name for name, _ in self._model.named_parameters()} - self._loaded
+        if model_config.hf_text_config.tie_word_embeddings:
+            missing.discard("lm_head.weight")
+        if missing:
+            what = f"vLLM loaded nothing into {len(missing)} parameters, first {min(missing)}"
+            raise WeightError(what, version=version)
+        finalize_layerwise_reload(self._model, model_config)
+        _repack_tied_head(self._model)
+
+
+def _repack_tied_head(model: Any) -> None:
+    """On CPUs a tied output head keeps a packed copy of the old embedding after a reload (vLLM 0.32): pack it again."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and hasattr(head, "cpu_linear") and hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)
