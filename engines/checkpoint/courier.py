@@ -21,6 +21,9 @@ from headrace.engines.checkpoint.segment import Segment
 
 log = logging.getLogger(__name__)
 
+_ALIVE_S = 1.0
+"""Time between two signs of life; below any receiver's deadline."""
+
 
 class _Peer:
     """One receiver."""
@@ -185,7 +188,7 @@ class Courier:
     async def _next(self, peer: _Peer, ready: Callable[[], bool]) -> None:
         while not ready():
             try:
-                await asyncio.wait_for(self._until(ready), self._deadline_s / 4)
+                await asyncio.wait_for(self._until(ready), _ALIVE_S)
             except TimeoutError:
                 if self._publisher_waits:
                     await peer.send("alive")

@@ -134,7 +134,7 @@ class Files:
 
         tag: puts the first 16 digits of the digest into the name (``a.arrow`` → ``a-<digest>.arrow``), so that two
         writers of one path never replace each other's bytes; ``placed(path, sink)`` is the name.
-        create: FileExistsError when the file is there already.
+        create: StoreError, caused by FileExistsError, when the file is there already.
         """
         with self._told("write", path):
             if self.local:
@@ -241,12 +241,9 @@ def placed(path: str, sink: Sink) -> str:
 
 
 def _publish(temporary: str, target: str, create: bool) -> None:
+    # The folder is not synced, which would double the cost: a power failure may lose the newest names (a journal keeps
+    # their order), never half a file, and work whose manifest is lost is simply done again.
     if create:
         os.link(temporary, target)  # unlike a rename, fails when the target exists
     else:
         os.replace(temporary, target)
-    folder = os.open(os.path.dirname(target), os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name itself must survive a power failure
-    finally:
-        os.close(folder)

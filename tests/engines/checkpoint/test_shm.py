@@ -184,6 +184,17 @@ def test_publishing_goes_on_without_a_receiver_that_does_not_come(start_receiver
     assert send(receivers=2, deadline_s=3).digest == child.says().digest
 
 
+def test_an_early_receiver_outlives_a_wait_that_is_longer_than_its_deadline(
+    start_receiver, send: Publish, address: str
+) -> None:
+    early = start_receiver(address, 1, rank=0, deadline_s=2)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(send, receivers=2)
+        time.sleep(3)
+        late = start_receiver(address, 1, rank=1)
+        assert early.says().digest == late.says().digest == sent.result(20).digest
+
+
 def test_other_shapes_are_refused_before_the_first_byte(send: Publish, address: str, on_the_wire) -> None:
     expect = {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in on_the_wire.items()}
     got: dict[str, Tensor] = {}
