@@ -141,17 +141,7 @@ class Stack:
 
     def _command(self, name: str) -> list[str]:
         if name == "server":
-            return [
-                sys.executable,
-                "-m",
-                "prefect",
-                "server",
-                "start",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(self._port),
-            ]
+            return [sys.executable, "-m", "headrace.deployments.server", "127.0.0.1", str(self._port)]
         return [sys.executable, "-m", "headrace.deployments.workers", *POOLS]
 
     def _start(self, name: str) -> None:

@@ -67,7 +67,8 @@ class Campaign:
         self.history = History(self.store)
         self.reported_at = 0.0
         """When the last report of this attempt began, or its first iteration: the iteration's clock."""
-        self._background: set[asyncio.Task] = set()
+        self._deferred: list[Coroutine[Any, Any, None]] = []
+        self._background: list[asyncio.Future[None]] = []
 
     async def __aenter__(self) -> "Campaign":
         self._token = _current.set(self)
@@ -75,6 +76,8 @@ class Campaign:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         _current.reset(self._token)
+        for work in self._deferred:
+            work.close()
         for task in self._background:
             task.cancel()
         self.rewards.close()
@@ -117,11 +120,20 @@ class Campaign:
         """The first iteration of an attempt begins now; later ones begin with the report of the one before."""
         self.reported_at = self.reported_at or time.time()
 
-    def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Runs ``work`` beside the flow; it ends with the attempt at the latest."""
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+    def defer(self, work: Coroutine[Any, Any, None]) -> None:
+        """Keeps ``work`` until the engines are busy next: the flow does not wait for it."""
+        self._deferred.append(work)
+
+    def start_deferred(self) -> None:
+        """Runs what was deferred beside whatever the flow waits for now."""
+        self._background += [asyncio.ensure_future(work) for work in self._deferred]
+        self._deferred.clear()
+
+    async def settle(self) -> None:
+        """Waits for everything that was deferred."""
+        self.start_deferred()
+        background, self._background = self._background, []
+        await asyncio.gather(*background)
 
     def busy_spans(self) -> list[tuple[float, float]]:
         return [*self.spans, *self.engines.spans()]

@@ -33,6 +33,7 @@ async def generate(step: int, shard: int, prompts: Manifest) -> Manifest:
         "version": c.version,
         "inputs": [prompts.key],
     }
+    c.start_deferred()
     index = shard % recipe.roles.rollout.engines
     made = await run_job("rollout", index, "generate", "generate", step, shard, key, params)
     first = step * rows

@@ -46,7 +46,7 @@ async def report(step: int, served: list[Served]) -> None:
     c.progress.update(iteration=step + 1, stage="report", **{name: row[name] for name in SHOWN if name in row})
     table = stage_table(row, c.attempts)
     c.attempts.clear()
-    c.in_background(_show(c, step, row, table, stages))
+    c.defer(_show(c, step, row, table, stages))
 
 
 def complete_history(c: Campaign) -> None:
@@ -60,7 +60,7 @@ def complete_history(c: Campaign) -> None:
 async def _show(
     c: Campaign, step: int, row: dict[str, float], table: list[dict[str, object]], stages: dict[str, list[Manifest]]
 ) -> None:
-    """Artifacts: beside the next iteration, which does not wait for them."""
+    """Artifacts, while the engines work on the next iteration."""
     await acreate_table_artifact(table, key=f"{c.id}-iteration", description=f"Iteration {step}")
     text = await asyncio.to_thread(_samples, c, stages)
     await acreate_markdown_artifact(text, key=f"{c.id}-samples", description=f"Samples of iteration {step}")
@@ -109,6 +109,7 @@ async def finish(model: str) -> dict[str, object]:
             "samples": _before_and_after(c, first, last),
         }
     c.store.put("summary.json", json.dumps(summary, indent=1).encode())
+    await c.settle()
     await show_curves(c)
     c.progress.update(stage="finished")
     return summary
