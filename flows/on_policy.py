@@ -54,7 +54,7 @@ async def iteration(campaign: str, step: int) -> None:
     advantages = await advantage(step, generated, scored, old, reference)
     trained = await train(step, generated, old, reference, advantages)
     c.move_to(step + 1, trained.key)
-    served = await sync_weights(c.version)
+    served = await sync_weights(c.version, trained)
     if c.version % c.recipe.checkpoint.every == 0:
         await checkpoint(c.version)
     await report(step, served)
