@@ -6,17 +6,16 @@ from torch import Tensor
 from headrace.algorithms import fused
 from headrace.algorithms.errors import AlgorithmError
 
-CHUNK_BYTES = 128 * 2**20
-"""Default size of the float32 logits that exist at once."""
-
+CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 320 * 2**20}
+"""Default size of the float32 logits that exist at once, by device: a GPU needs larger products to be busy."""
 
 KEEP_BYTES = 192 * 2**20
 """Logits up to this size are kept for the backward pass; those of further tokens are computed again."""
 
 
-def default_chunk(vocabulary: int) -> int:
+def default_chunk(vocabulary: int, device: torch.device) -> int:
     """Tokens whose float32 logits fit in ``CHUNK_BYTES``; at least 16, so that the matrix products stay efficient."""
-    return max(16, CHUNK_BYTES // (4 * vocabulary))
+    return max(16, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
 
 
 def token_logprobs(
@@ -47,7 +46,7 @@ def token_logprobs(
     if fused.applies(hidden, bias):
         values, spread = fused.token_logprobs(hidden, weight, targets, temperature, entropy)
         return values if spread is None else (values, spread)
-    size = default_chunk(len(weight)) if chunk is None else chunk
+    size = default_chunk(len(weight), hidden.device) if chunk is None else chunk
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     logits = _Logits(
         hidden.detach(), weight.detach(), None if bias is None else bias.detach(), temperature, size, trains
@@ -163,4 +162,8 @@ def _accumulate(total: Tensor | None, left: Tensor, right: Tensor, logits_of: _L
     if total is None:
         product = left @ right
         return product if len(logits_of.chunks) == 1 else product.to(logits_of.wide)
-    return total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
+    if total.dtype == left.dtype:
+        return total.addmm_(left, right)
+    if total.is_cuda:
+        return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    return total.add_(left @ right)

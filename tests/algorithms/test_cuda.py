@@ -47,7 +47,7 @@ def test_step(loss, estimator):
             old=old,
             behaviour=behaviour,
         )
-        live = new.to(device).requires_grad_()
+        live = new.clone().to(device).requires_grad_()
         objective = policy_objective(
             config,
             new=live,
