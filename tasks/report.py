@@ -118,9 +118,11 @@ async def finish(model: str) -> dict[str, object]:
 def _before_and_after(c: Campaign, first: Manifest, last: Manifest) -> list[dict[str, str]]:
     """Three held-out problems and the answers to them of the first and the last evaluated version."""
 
-    def answers(scored: Manifest) -> list[dict[str, str]]:
+    def answers(scored: Manifest) -> list[str]:
         made = next(m for m in c.store.manifests(scored.step, "evaluate") if m.key in scored.inputs)
-        return c.store.read_table(made.part).select(["prompt_id", "prompt_text", "text"]).slice(0, 3).to_pylist()
+        return c.store.read_table(made.part)["text"].slice(0, 3).to_pylist()
 
-    pairs = zip(answers(first), answers(last), strict=True)
-    return [{"prompt": a["prompt_text"], "before": a["text"], "after": b["text"]} for a, b in pairs]
+    problems = c.store.manifests(0, "held-out")[-1]
+    asked = c.store.read_table(problems.part)["messages"].slice(0, 3).to_pylist()
+    rows = zip(asked, answers(first), answers(last), strict=True)
+    return [{"prompt": json.loads(a)[-1]["content"], "before": b, "after": d} for a, b, d in rows]
