@@ -14,7 +14,7 @@ from headrace.engines.rollout.sampler import draw
 from headrace.engines.rollout.slots import PromptCache, Storage
 
 LENGTH_STEP = 16
-"""Slot lengths are multiples of this."""
+"""Slots, and the part of them that a step reads, are multiples of this long: few shapes for the kernels."""
 
 
 @dataclass
@@ -62,6 +62,10 @@ class _Row:
         return "length" if len(self.token_ids) >= self.request.sampling.max_tokens else ""
 
 
+def _round_up(length: int) -> int:
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
 class Batch:
     """The state of one call. Its steps, and so every rounding in it, depend on the requests only.
 
@@ -78,7 +82,7 @@ class Batch:
         """Sampled so far."""
         self._decoder, self._prefill_tokens, self._capacity = decoder, prefill_tokens, storage.max_batch
         longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
-        self._slots = storage.slots(-(-longest // LENGTH_STEP) * LENGTH_STEP)
+        self._slots = storage.slots(_round_up(longest))
         self._queue = deque(_Pending(r, deque(range(len(r.seeds))), [None] * len(r.seeds)) for r in requests)
         self._rows: list[_Row] = []
         self._finished: list[Group] = []
@@ -101,7 +105,7 @@ class Batch:
                 torch.tensor([row.token_ids[-1] for row in self._rows], device=device),
                 torch.tensor(positions, device=device),
                 self._slots,
-                max(positions) + 1,
+                _round_up(max(positions) + 1),
             )
             self._sample(logits, 0)
         while self._queue and len(self._rows) < self._capacity:

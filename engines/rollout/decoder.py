@@ -83,7 +83,7 @@ class Decoder:
         Args:
             tokens: int64 [n].
             positions: int64 [n], where in its slot each token goes.
-            end: one more than the greatest position.
+            end: how much of each slot to read; more than the greatest position.
 
         Returns:
             float32 logits [n, vocabulary] of the next tokens.

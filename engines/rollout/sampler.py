@@ -44,7 +44,8 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tenso
 def _invert(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulative probability exceeds the uniform number; int64 [n]."""
     spare = -probabilities.shape[1] % BLOCK
-    blocks = F.pad(probabilities, (0, spare)).view(len(probabilities), -1, BLOCK)
+    padded = F.pad(probabilities, (0, spare)) if spare else probabilities
+    blocks = padded.view(len(probabilities), -1, BLOCK)
     cumulative = blocks.sum(-1).double().cumsum(-1)
     target = _below(uniforms[:, None] * cumulative[:, -1:], cumulative[:, -1:])
     block = torch.searchsorted(cumulative, target, right=True)
