@@ -6,7 +6,7 @@ import shutil
 import time
 from importlib.util import find_spec
 
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import WorkerStatus
 from prefect.exceptions import ObjectNotFound
 
@@ -47,12 +47,13 @@ async def check_workers(recipe: Recipe) -> None:
             await asyncio.sleep(1.0)
 
 
-async def _online(api: object, pool: str) -> bool:
+async def _online(api: PrefectClient, pool: str) -> bool:
     try:
-        workers = await api.read_workers_for_work_pool(pool)  # type: ignore[attr-defined]
+        await api.read_work_pool(pool)
     except ObjectNotFound as error:
         raise RecipeRefused(f"there is no work pool {pool}: prefect work-pool create {pool} --type process") from error
-    return any(w.status == WorkerStatus.ONLINE for w in workers)
+    workers = await api.read_workers_for_work_pool(pool)
+    return any(worker.status == WorkerStatus.ONLINE for worker in workers)
 
 
 def _model_problems(recipe: Recipe) -> list[str]:

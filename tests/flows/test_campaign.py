@@ -27,7 +27,9 @@ def test_a_campaign_from_one_command(stack, tiny_recipe, tiny_model):
 
 def test_what_a_person_sees_in_the_ui(stack):
     api = stack.state["api"]
-    runs = httpx.post(f"{api}/flow_runs/filter", json={"flow_runs": {"tags": {"all_": ["campaign", "campaign:whole"]}}}).json()
+    runs = httpx.post(
+        f"{api}/flow_runs/filter", json={"flow_runs": {"tags": {"all_": ["campaign", "campaign:whole"]}}}
+    ).json()
     iterations = httpx.post(f"{api}/flow_runs/filter", json={"flow_runs": {"name": {"any_": ["iteration-3"]}}}).json()
     assert {run["state"]["type"] for run in runs} == {"COMPLETED"}
     tasks = httpx.post(
