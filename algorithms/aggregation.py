@@ -13,8 +13,8 @@ def token_weights(aggregation: Any, segments: Segments, denominators: Denominato
     """The weight of each trained token in the loss of the global batch: one number for all, or [N].
 
     token-mean: 1/tokens. token-sum: 1. seq-mean-token-sum: 1/samples. seq-mean-token-mean: 1/(samples × the sample's
-    tokens). seq-mean-token-sum-norm: 1/(samples × constant). None (the loss is a mean over samples by definition): terms
-    beside that loss, such as KL, are seq-mean-token-mean.
+    tokens). seq-mean-token-sum-norm: 1/(samples × constant). None (the loss is a mean over samples by definition):
+    terms beside that loss, such as KL, are seq-mean-token-mean.
     """
     tokens, samples = max(denominators.tokens, 1.0), max(denominators.samples, 1.0)
     kind = "seq-mean-token-mean" if aggregation is None else aggregation.kind

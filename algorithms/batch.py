@@ -93,7 +93,7 @@ class Jagged:
 
     @classmethod
     def from_padded(cls, mask: Tensor) -> "Jagged":
-        """``mask``: [S, L], nonzero where trained on. Token tensors [S, L] then go in as ``x.reshape(-1)``, uncopied."""
+        """``mask``: [S, L], nonzero where trained on. Token tensors [S, L] go in as ``x.reshape(-1)``, uncopied."""
         samples, width = mask.shape
         offsets = torch.arange(samples + 1, dtype=torch.int64, device=mask.device) * width
         return cls(offsets, mask.reshape(-1).bool())

@@ -58,8 +58,8 @@ def normaliser(config: Any, denominators: Denominators) -> float:
 def rejected(tests: Any, *, old: Tensor, behaviour: Tensor, batch: Jagged) -> tuple[Tensor, Tensor]:
     """(tokens bool [T], samples bool [S]) that fail one of ``Correction.reject``; a failed sample is refused whole.
 
-    With d = log(old / behaviour): a ratio test bounds exp(−d) of the token, of the sum or of the mean of d; a divergence
-    test bounds k2 = d²/2 or k3 = exp(d) − 1 − d of the token, or their sum, mean or maximum over the sample.
+    With d = log(old / behaviour): a ratio test bounds exp(−d), of the token, of the sum or of the mean of d; a
+    divergence test bounds k2 = d²/2 or k3 = exp(d) − 1 − d of the token, or their sum, mean or maximum over the sample.
     """
     _, segments = batch.trained
     d = (batch.gather(old) - batch.gather(behaviour)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

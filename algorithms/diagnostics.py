@@ -39,7 +39,10 @@ def mismatch_sums(*, old: Tensor, behaviour: Tensor, batch: Jagged) -> Sums:
 
 
 def mismatch(old: Tensor, behaviour: Tensor, segments: Segments) -> Sums:
-    """Of trained tokens [N], without counts. KL and k3 are of KL(behaviour ‖ old); perplexities are means over samples of each sample's perplexity."""
+    """Of trained tokens [N], without counts.
+
+    KL is of KL(behaviour ‖ old); perplexities are means over samples of each sample's perplexity.
+    """
     d = (old - behaviour).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = d.exp()
     mean, k1 = total(ratio), -total(d)

@@ -1,5 +1,7 @@
 """Log-probabilities and entropies of tokens from hidden states, without the [tokens, vocabulary] matrix of logits."""
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,28 @@ def default_chunk(vocabulary: int, device: torch.device) -> int:
     return max(16, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
 
 
+@overload
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = ...,
+    bias: Tensor | None = ...,
+    chunk: int | None = ...,
+    entropy: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = ...,
+    bias: Tensor | None = ...,
+    chunk: int | None = ...,
+    entropy: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -30,11 +54,11 @@ def token_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability (nats) of each target under softmax((hidden weightᵀ + bias) / temperature), float32 [T].
 
-    ``hidden`` [T, H] and ``weight`` [V, H] of one floating dtype, ``targets`` int64 [T], ``bias`` [V]. With ``entropy``,
-    also the entropy (nats) of each distribution, float32 [T]. Both have gradients for hidden, weight and bias. Products
-    are in the inputs' dtype, everything after them in float32 (float64 for float64 inputs). ``chunk``: tokens whose
-    logits exist at once; of the others, at most ``KEEP_BYTES`` are kept for the backward pass. On a Hopper GPU in bfloat16,
-    Liger's fused kernel takes over where it is installed (``fused``), and ``chunk`` has no part in it.
+    ``hidden`` [T, H] and ``weight`` [V, H] of one floating dtype, ``targets`` int64 [T], ``bias`` [V]. With
+    ``entropy``, also the entropy (nats) of each distribution, float32 [T]. Both have gradients for hidden, weight and
+    bias. Products are in the inputs' dtype, all after them in float32 (float64 for float64 inputs). ``chunk``: tokens
+    whose logits exist at once; of the others, at most ``KEEP_BYTES`` are kept for the backward pass. On a Hopper GPU in
+    bfloat16, Liger's fused kernel takes over where it is installed (``fused``), and ``chunk`` has no part in it.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}"

@@ -58,15 +58,16 @@ def policy_objective(
 ) -> Objective:
     """Loss and metrics of one micro-batch.
 
-    ``config``: ``headrace.blocks.algorithms.Algorithm``. Token tensors are float [T] over ``batch``; log-probabilities in
-    nats. ``new`` carries the gradient; ``entropy`` (of each token's distribution) does where its coefficient is not 0;
-    all others are constants. ``old`` and ``advantages`` are needed by all losses but DPO, which needs ``pairs`` (int64
-    [P, 2]: chosen and rejected sample of this micro-batch). ``behaviour`` adds the mismatch metrics, and is needed by
-    ``correction.importance``. ``reference`` adds the KL metrics, and is needed by ``kl`` of kind loss. ``selected``: bool
-    [T] of the covariance losses. ``kl_coefficient``: in place of the configured one (adaptive controllers).
+    ``config``: ``headrace.blocks.algorithms.Algorithm``. Token tensors are float [T] over ``batch``, log-probabilities
+    in nats. ``new`` carries the gradient; ``entropy`` (of each token's distribution) does where its coefficient is not
+    0; all others are constants. ``old`` and ``advantages`` are needed by all losses but DPO, which needs ``pairs``
+    (int64 [P, 2]: chosen and rejected sample of this micro-batch). ``behaviour`` adds the mismatch metrics, and is
+    needed by ``correction.importance``. ``reference`` adds the KL metrics, and is needed by ``kl`` of kind loss.
+    ``selected``: bool [T] of the covariance losses. ``kl_coefficient``: in place of the configured one.
 
-    A trained token with an input that is not finite counts in ``nonfinite_tokens`` and adds nothing to loss or gradient.
-    No trained token at all: loss 0, gradient 0. Raises ``AlgorithmError`` for a missing input or a wrong shape.
+    A trained token with an input that is not finite counts in ``nonfinite_tokens`` and adds nothing to loss or
+    gradient. No trained token at all: loss 0, gradient 0. Raises ``AlgorithmError`` for a missing input or a wrong
+    shape.
     """
     x = Inputs.of(
         batch,

@@ -39,8 +39,8 @@ class Tokens:
 class LossTerms:
     """A loss before aggregation, with its derivative in closed form.
 
-    ``values``: [N], or [S] where ``per_sample``. ``slope``: [N], the derivative of the token's (or of its sample's) value
-    with respect to the token's ``new``. None: the loss is written with autograd, and ``values`` depend on ``Tokens.new``.
+    ``values``: [N], or [S] where ``per_sample``. ``slope``: [N], the derivative of the token's (or of its sample's)
+    value by the token's ``new``. None: the loss is written with autograd, and ``values`` depend on ``Tokens.new``.
     """
 
     values: Tensor

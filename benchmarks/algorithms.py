@@ -1,6 +1,6 @@
-"""Advantage + loss + metrics, forward and backward, against verl 0.9.1 on the same tensors: ``python -m benchmarks.algorithms``.
+"""Advantage + loss + metrics, forward and backward, against verl 0.9.1: ``python -m benchmarks.algorithms``.
 
-512 × 2,048 tokens in float32 on the CPU, verl and Headrace in turns. Exits 1 when a bound is missed: at least 1.5× for
+The same 512 × 2,048 tokens in float32 on one CPU thread, verl and Headrace in turns. Exits 1 when a bound is missed: at least 1.5× for
 GRPO with PPO-clip, GSPO and CISPO, never slower for any other loss or estimator. ``--full`` makes every answer 2,048
 tokens long in place of 256 to 2,048, ``--rounds N`` sets the number of turns.
 """

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import ClassVar
 from unittest.mock import MagicMock
 
 VERSION = "0.9.1"
@@ -20,7 +21,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headra
 
 
 class _Empty(types.ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
     __version__ = "99.0.0"
 
     def __getattr__(self, name: str):

@@ -1,4 +1,7 @@
-"""Policy losses by kind. Each module registers its own; another package adds one by the entry point ``headrace.losses``."""
+"""Policy losses by kind. Each module registers its own.
+
+Another package adds one through the entry point group ``headrace.losses``.
+"""
 
 from headrace.algorithms.losses import (  # noqa: F401
     cispo,

@@ -8,7 +8,10 @@ from headrace.algorithms.tokens import LossTerms, Tokens
 
 @policy_loss("cispo")
 def cispo(config: Any, x: Tokens) -> LossTerms:
-    """−sg(clip(r, 1 − clip_low, 1 + clip_high)) × A × log-probability; without lower bound, PipelineRL's 'reinforce'."""
+    """−sg(clip(r, 1 − clip_low, 1 + clip_high)) × A × log-probability.
+
+    Without a lower bound it is what PipelineRL calls reinforce.
+    """
     low = 0.0 if config.clip_low is None else 1 - config.clip_low
     weight = x.ratio.clamp(low, 1 + config.clip_high)
     out = weight != x.ratio

@@ -11,7 +11,10 @@ from headrace.algorithms.tokens import LossTerms, Tokens
 
 @policy_loss("dppo")
 def dppo(config: Any, x: Tokens) -> LossTerms:
-    """−A × sg(min(r, truncate)) × log-probability; 0 for tokens that are out of the ball and that A pushes further out."""
+    """−A × sg(min(r, truncate)) × log-probability.
+
+    0 for tokens that are out of the ball and that A pushes further out.
+    """
     p, q = x.new.exp(), x.old.exp()
     inside = _inside_tv(config, x, p, q) if config.divergence == "tv" else _inside_kl(config, x, p, q)
     slope = torch.where(inside, -x.advantages * x.ratio.clamp(max=config.truncate), 0.0)

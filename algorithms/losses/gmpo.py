@@ -10,7 +10,10 @@ from headrace.algorithms.tokens import LossTerms, Tokens
 
 @policy_loss("gmpo")
 def gmpo(config: Any, x: Tokens) -> LossTerms:
-    """−mean A × exp(mean of log r clipped, on the side that A pushes to, to [−clip_low, clip_high]); one for each sample."""
+    """−mean A × exp(mean of log r), one for each sample.
+
+    log r is clipped to [−clip_low, clip_high], on the side that A pushes it to.
+    """
     bounded = x.log_ratio.clamp(-config.clip_low, config.clip_high)
     up = x.advantages > 0
     held = torch.where(up, torch.minimum(x.log_ratio, bounded), torch.maximum(x.log_ratio, bounded))

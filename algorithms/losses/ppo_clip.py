@@ -11,7 +11,10 @@ from headrace.algorithms.tokens import LossTerms, Tokens
 
 @policy_loss("ppo_clip")
 def ppo_clip(config: Any, x: Tokens) -> LossTerms:
-    """max(−A r, −A clip(r, 1 − clip_low, 1 + clip_high)); for A < 0 at most −A dual_clip (Ye et al., arXiv 1912.09729)."""
+    """max(−A r, −A clip(r, 1 − clip_low, 1 + clip_high)).
+
+    With ``dual_clip``, at most −A dual_clip for A < 0 (Ye et al., 2019, arXiv 1912.09729).
+    """
     values, clipped, out = clipped_surrogate(x.ratio, x.advantages, config.clip_low, config.clip_high)
     if config.dual_clip is not None:
         bound = -config.dual_clip * x.advantages
@@ -22,7 +25,10 @@ def ppo_clip(config: Any, x: Tokens) -> LossTerms:
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss [N], clip changed it [N], ratio out of range [N]). The slope in log-ratio is the loss itself, or 0 if clipped."""
+    """(loss [N], clip changed it [N], ratio out of range [N]).
+
+    The derivative by the log-ratio is the loss itself, or 0 where it was clipped.
+    """
     bounded = ratio.clamp(1 - low, 1 + high)
     out = bounded != ratio
     free, held = -advantages * ratio, -advantages * bounded

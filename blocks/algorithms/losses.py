@@ -1,4 +1,4 @@
-"""Policy, preference and value losses. The formulas are in docs/algorithms.md; ``headrace.algorithms.losses`` has them."""
+"""Policy, preference and value losses. The formulas are in docs/algorithms.md; ``headrace.algorithms`` has the code."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -99,7 +99,7 @@ class Reinforce(PolicyLoss):
 
 
 class DPPO(PolicyLoss):
-    """REINFORCE with a truncated ratio; tokens that left a divergence ball in the advantage's direction are silenced."""
+    """REINFORCE with a truncated ratio; tokens that A pushed out of a divergence ball are silenced."""
 
     kind: Literal["dppo"] = "dppo"
     divergence: Literal["tv", "kl"] = "tv"

@@ -124,7 +124,7 @@ def estimate(kind, rewards, groups, batch, **more):
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_samples_that_cannot_be_trained_on(kind):
-    """Failed, empty and infinite: dropped, with a reason, out of every baseline; the others as if they were not there."""
+    """Failed, empty and infinite: dropped, with a reason, and out of every baseline."""
     torch.manual_seed(0)
     nan, inf = math.nan, math.inf
     result = estimate(kind, [1, nan, 0, 1, inf, 0], [7, 7, 7, 5, 5, 5], Jagged.from_lengths([2, 3, 2, 1, 2, 4]))

@@ -1,6 +1,7 @@
 """Formulas that no peer gives, derived again in numpy, float64, one sample at a time."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def tokens() -> dict[str, torch.Tensor]:
 def samples_of(batch: Jagged, x: torch.Tensor) -> list[np.ndarray]:
     """The trained tokens of each sample."""
     bounds = batch.offsets.tolist()
-    return [x[a:b][batch.mask[a:b]].numpy() for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [x[a:b][batch.mask[a:b]].numpy() for a, b in pairwise(bounds)]
 
 
 @pytest.mark.parametrize("normalise", [False, True])
@@ -65,8 +66,7 @@ def test_geometric_importance(batch, tokens, normalise):
         denominators=Denominators.of(batch, weights=weights),
     ).loss
     per_sample = [
-        min(math.exp(d.mean()), 1.1) if len(d) else None
-        for d in samples_of(batch, tokens["old"] - tokens["behaviour"])
+        min(math.exp(d.mean()), 1.1) if len(d) else None for d in samples_of(batch, tokens["old"] - tokens["behaviour"])
     ]
     used = [w for w in per_sample if w is not None]
     scale = np.mean(used) if normalise else 1.0
@@ -152,7 +152,9 @@ def test_gdpo_of_several_parts():
 
 def test_kl_in_the_reward(batch, tokens):
     """REINFORCE++ with γ: each token's reward is −β k1, and the last one has the sample's reward."""
-    config = Algorithm.model_validate({"preset": "reinforce_pp", "advantage": {"gamma": 0.9}, "kl": {"coefficient": 0.3}})
+    config = Algorithm.model_validate(
+        {"preset": "reinforce_pp", "advantage": {"gamma": 0.9}, "kl": {"coefficient": 0.3}}
+    )
     rewards = torch.tensor([1.0, 5.0, 0.0, 0.5], dtype=torch.float64)
     result = advantages(
         config,
@@ -162,6 +164,7 @@ def test_kl_in_the_reward(batch, tokens):
         old=tokens["old"],
         reference=tokens["reference"],
     )
+    assert result.returns is not None
     wanted = []
     for penalties, reward in zip(samples_of(batch, -0.3 * (tokens["old"] - tokens["reference"])), rewards, strict=True):
         returns, carry = [], 0.0
@@ -198,7 +201,13 @@ def test_optimal_token_baseline_with_importance_and_tools():
         )
         groups = torch.zeros(samples, dtype=torch.int64)
         result = advantages(
-            config, rewards=rewards, groups=groups, batch=batch, old=old, behaviour=behaviour, sum_pi_squared=sum_pi_squared
+            config,
+            rewards=rewards,
+            groups=groups,
+            batch=batch,
+            old=old,
+            behaviour=behaviour,
+            sum_pi_squared=sum_pi_squared,
         )
         rho = np.minimum(np.exp((old - behaviour).numpy()), 1.2)
         energy = (1 - 2 * old.exp() + sum_pi_squared).numpy() * rho**2
@@ -273,7 +282,9 @@ def test_covariance_selection():
     covariance = ((a - a.mean()) * (logp - logp.mean())).numpy()
 
     def chosen(loss, **options):
-        return select(Algorithm.model_validate({"loss": loss}).loss, logprobs=logp, advantages=a, batch=batch, **options)
+        return select(
+            Algorithm.model_validate({"loss": loss}).loss, logprobs=logp, advantages=a, batch=batch, **options
+        )
 
     top = chosen({"kind": "kl_cov", "fraction": 0.05}).nonzero().squeeze(1).tolist()
     assert sorted(top) == sorted(np.argsort(-covariance)[:5].tolist())

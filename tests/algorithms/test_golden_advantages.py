@@ -93,3 +93,10 @@ def test_a_group_of_one_is_dropped(golden, name):
     assert result.metrics["dropped/lone_group"] == 1
     with pytest.raises(ValueError, match="one usable sample"):
         estimate(golden, {"kind": "grpo", "lone_group": "error"}, groups=groups)
+
+
+def test_every_golden_case_has_a_test(golden):
+    """The advantages here, the losses and corrections in the other golden tests."""
+    named = {*GROUPED, "gae:", "gae:+obsmask", "reinforce_plus_plus:", "reinforce_plus_plus:+obsmask", "remax"}
+    singletons = {"grpo:singleton", "grpo_vectorized:singleton"}
+    assert {c.removeprefix("adv/") for c in golden.cases if c.startswith("adv/")} == named | singletons

@@ -93,7 +93,9 @@ def test_agrees_with_verl(golden):
     eye = torch.eye(11, dtype=torch.float64)
     value, entropy = token_logprobs(logits, eye, labels, entropy=True)
     for mine, name in ((value, "logprobs"), (entropy, "entropy")):
-        torch.testing.assert_close(mine, torch.tensor(golden.cases[name], dtype=torch.float64).reshape(-1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            mine, torch.tensor(golden.cases[name], dtype=torch.float64).reshape(-1), rtol=1e-6, atol=0
+        )
 
 
 @pytest.mark.parametrize(

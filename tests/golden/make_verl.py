@@ -1,7 +1,7 @@
 """Computes tests/golden/verl.json with verl 0.9.1's own functions, in float64 on the CPU.
 
-From the root of the repository: ``python -m tests.golden.make_verl tests/golden/verl.json``. The inputs are those in the
-file, so that a second run gives the same file.
+From the root of the repository: ``python -m tests.golden.make_verl tests/golden/verl.json``. The inputs are those in
+the file, so that a second run gives the same file.
 """
 
 import json
@@ -41,9 +41,7 @@ def advantage(name: str, response_mask=mask, rewards=X["rew"], **options) -> Non
 
 def config(mode: str, policy: dict | None = None, **options) -> ActorConfig:
     policy_loss = PolicyLossConfig(loss_mode=mode, dro_beta=0.1, **(policy or {}))
-    return ActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=policy_loss, **options
-    )
+    return ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=policy_loss, **options)
 
 
 def loss(name: str, mode: str, aggregation="token-mean", settings=None, weights=None, old=X["old"], info=None) -> None:
@@ -80,7 +78,8 @@ for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
 
 every = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 weights, _ = rollout_corr_helper.compute_rollout_correction_weights(X["old"] - X["roll"], mask, "token", 2.0)
-for mode in "vanilla gspo sapo cispo gpg clip_cov kl_cov geo_mean dppo_tv dppo_kl dro".split():
+modes = ["vanilla", "gspo", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "dro"]
+for mode in modes:
     for aggregation in every if mode in ("vanilla", "gspo") else ["token-mean", "seq-mean-token-mean"]:
         loss(f"{mode}|{aggregation}", mode, aggregation)
     loss(f"{mode}|token-mean|is_weights", mode, weights=weights)
@@ -125,7 +124,9 @@ log_ratio = X["old"] - X["roll"]
 for level in ("token", "sequence"):
     for bound in (2.0, "0.5_5.0"):
         for normalise in (False, True):
-            w, metrics = rollout_corr_helper.compute_rollout_correction_weights(log_ratio, mask, level, bound, normalise)
+            w, metrics = rollout_corr_helper.compute_rollout_correction_weights(
+                log_ratio, mask, level, bound, normalise
+            )
             cases[f"is/{level}|{bound}|normalise={normalise}"] = {"w": w.tolist(), "metrics": numbers(metrics)}
 bounds = {
     "token_k1": "0.9_1.1",
