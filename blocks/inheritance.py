@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 RECIPES = Path(__file__).parent.parent / "deployments" / "recipes"
-CHOICE = ("kind", "preset")
+CHOICE = ("kind", "preset", "function", "task")
 """A section that makes another choice than its base takes none of the base's other settings for that choice."""
 
 

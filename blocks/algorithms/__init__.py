@@ -50,7 +50,7 @@ class Algorithm(Strict):
     """Soft penalty of answers near the longest allowed length; null = none."""
     value: ValueLoss | None = None
     """The critic's loss; only with advantage 'gae'."""
-    entropy_coefficient: float = Field(0.0, ge=0)
+    entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus, subtracted from the loss with the same aggregation."""
 
     @model_validator(mode="before")

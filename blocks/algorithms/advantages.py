@@ -21,7 +21,7 @@ class GRPO(Estimator):
     kind: Literal["grpo"] = "grpo"
     std: bool = True
     """Divide by the group's standard deviation (unbiased); Dr.GRPO leaves it out."""
-    epsilon: float = Field(1e-6, gt=0)
+    epsilon: float = Field(default=1e-6, gt=0)
     """Added to the standard deviation."""
     lone_group: LoneGroup = "drop"
     """A group of one has no baseline: its sample is dropped, or the step fails."""
@@ -33,7 +33,7 @@ class RLOO(Estimator):
     kind: Literal["rloo"] = "rloo"
     std: bool = False
     """Divide by the group's standard deviation (unbiased), as PipelineRL can."""
-    epsilon: float = Field(1e-4, gt=0)
+    epsilon: float = Field(default=1e-4, gt=0)
     """Added to the standard deviation."""
     lone_group: LoneGroup = "drop"
     """A group of one has no baseline: its sample is dropped, or the step fails."""
@@ -51,7 +51,7 @@ class GPG(Estimator):
     """Reward minus the group's mean, scaled by samples / samples with a reward other than zero."""
 
     kind: Literal["gpg"] = "gpg"
-    norm: float = Field(1.0, gt=0)
+    norm: float = Field(default=1.0, gt=0)
     """Divisor of the advantage (F_norm of the paper)."""
     lone_group: LoneGroup = "drop"
     """A group of one has no baseline: its sample is dropped, or the step fails."""
@@ -63,7 +63,7 @@ class PassK(Estimator):
     kind: Literal["grpo_passk"] = "grpo_passk"
     std: bool = True
     """Divide by the group's standard deviation (unbiased)."""
-    epsilon: float = Field(1e-6, gt=0)
+    epsilon: float = Field(default=1e-6, gt=0)
     """Added to the standard deviation."""
     lone_group: LoneGroup = "drop"
     """A group of one has no baseline: its sample is dropped, or the step fails."""
@@ -75,7 +75,7 @@ class GDPO(Estimator):
     kind: Literal["gdpo"] = "gdpo"
     weights: dict[str, float] = Field(default_factory=lambda: {"reward": 1.0})
     """Weight of each reward part; the part 'reward' is the sample's whole reward."""
-    epsilon: float = Field(1e-6, gt=0)
+    epsilon: float = Field(default=1e-6, gt=0)
     """Added to each group's standard deviation."""
     lone_group: LoneGroup = "drop"
     """A group of one has no baseline: its sample is dropped, or the step fails."""
@@ -103,7 +103,7 @@ class ReinforcePP(Estimator):
     """REINFORCE++: discounted return of each token, whitened over the batch's tokens; no groups."""
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
-    gamma: float = Field(1.0, ge=0, le=1)
+    gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per token."""
 
 
@@ -117,9 +117,9 @@ class GAE(Estimator):
     """Generalised advantage estimation with a critic; tokens that the policy did not write are skipped."""
 
     kind: Literal["gae"] = "gae"
-    gamma: float = Field(1.0, ge=0, le=1)
+    gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per token."""
-    lam: float = Field(1.0, ge=0, le=1)
+    lam: float = Field(default=1.0, ge=0, le=1)
     """λ: 1 is Monte Carlo, 0 is one-step temporal difference."""
     whiten: bool = True
     """Shift and scale the batch's advantages to mean 0 and variance 1 over tokens."""

@@ -18,11 +18,11 @@ class PPOClip(PolicyLoss):
     """PPO's clipped surrogate, with bounds of its own on each side and an optional dual clip."""
 
     kind: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
     """The ratio new/old is clipped below 1 − clip_low."""
-    clip_high: float = Field(0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
     """The ratio new/old is clipped above 1 + clip_high; larger than clip_low is DAPO's clip-higher."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(default=None, gt=1)
     """Bounds the loss of negative advantages at −A × dual_clip; null = no bound."""
 
 
@@ -30,9 +30,9 @@ class GSPO(PolicyLoss):
     """One ratio for the whole sequence: the geometric mean of the token ratios, clipped."""
 
     kind: Literal["gspo"] = "gspo"
-    clip_low: float = Field(3e-4, ge=0, lt=1)
+    clip_low: float = Field(default=3e-4, ge=0, lt=1)
     """The sequence ratio is clipped below 1 − clip_low."""
-    clip_high: float = Field(4e-4, ge=0)
+    clip_high: float = Field(default=4e-4, ge=0)
     """The sequence ratio is clipped above 1 + clip_high."""
 
 
@@ -40,9 +40,9 @@ class GMPO(PolicyLoss):
     """Geometric mean of clipped token ratios times the sample's mean advantage; one value for each sample."""
 
     kind: Literal["gmpo"] = "gmpo"
-    clip_low: float = Field(0.4, ge=0)
+    clip_low: float = Field(default=0.4, ge=0)
     """The logarithm of the ratio is clipped below −clip_low."""
-    clip_high: float = Field(0.4, ge=0)
+    clip_high: float = Field(default=0.4, ge=0)
     """The logarithm of the ratio is clipped above clip_high."""
 
 
@@ -50,9 +50,9 @@ class CISPO(PolicyLoss):
     """REINFORCE whose weight is the clipped ratio, with no gradient through the ratio: no token is silenced."""
 
     kind: Literal["cispo"] = "cispo"
-    clip_low: float | None = Field(None, ge=0, lt=1)
+    clip_low: float | None = Field(default=None, ge=0, lt=1)
     """The weight is at least 1 − clip_low; null = no lower bound."""
-    clip_high: float = Field(0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
     """The weight is at most 1 + clip_high."""
 
 
@@ -60,9 +60,9 @@ class SAPO(PolicyLoss):
     """A sigmoid gate on the ratio in place of the clip, steeper for negative advantages."""
 
     kind: Literal["sapo"] = "sapo"
-    tau_positive: float = Field(1.0, gt=0)
+    tau_positive: float = Field(default=1.0, gt=0)
     """Temperature of the gate for positive advantages."""
-    tau_negative: float = Field(1.05, gt=0)
+    tau_negative: float = Field(default=1.05, gt=0)
     """Temperature of the gate for negative advantages."""
 
 
@@ -70,11 +70,11 @@ class ClipCov(PolicyLoss):
     """PPO-clip that also silences a few tokens of high covariance between log-probability and advantage."""
 
     kind: Literal["clip_cov"] = "clip_cov"
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
     """The ratio new/old is clipped below 1 − clip_low."""
-    clip_high: float = Field(0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
     """The ratio new/old is clipped above 1 + clip_high."""
-    fraction: float = Field(2e-4, gt=0, le=1)
+    fraction: float = Field(default=2e-4, gt=0, le=1)
     """Share of the batch's tokens that is silenced (at least one)."""
     covariance_low: float = 1.0
     """Only tokens whose covariance is above this are candidates."""
@@ -86,9 +86,9 @@ class KLCov(PolicyLoss):
     """Policy gradient with a |log ratio| penalty on the tokens of highest covariance."""
 
     kind: Literal["kl_cov"] = "kl_cov"
-    fraction: float = Field(2e-4, gt=0, le=1)
+    fraction: float = Field(default=2e-4, gt=0, le=1)
     """Share of the batch's tokens that is penalised (at least one)."""
-    penalty: float = Field(1.0, gt=0)
+    penalty: float = Field(default=1.0, gt=0)
     """Weight of |log ratio| on those tokens."""
 
 
@@ -104,11 +104,11 @@ class DPPO(PolicyLoss):
     kind: Literal["dppo"] = "dppo"
     divergence: Literal["tv", "kl"] = "tv"
     """Total variation |p − q|, or Bernoulli KL(q ‖ p), of the sampled token's probability."""
-    low: float = Field(0.2, gt=0)
+    low: float = Field(default=0.2, gt=0)
     """Radius of the ball for negative advantages."""
-    high: float = Field(0.2, gt=0)
+    high: float = Field(default=0.2, gt=0)
     """Radius of the ball for positive advantages."""
-    truncate: float = Field(20.0, ge=1)
+    truncate: float = Field(default=20.0, ge=1)
     """The ratio's upper bound, as a weight without gradient."""
 
 
@@ -126,9 +126,9 @@ class DPO(PolicyLoss):
     kind: Literal["dpo"] = "dpo"
     form: Literal["sigmoid", "ipo"] = "sigmoid"
     """sigmoid: DPO; ipo: squared distance to 1/(2β) of the mean log-ratio per token."""
-    beta: float = Field(0.1, gt=0)
+    beta: float = Field(default=0.1, gt=0)
     """Inverse temperature of the implicit reward."""
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Probability that a preference is wrong (form sigmoid)."""
     reference_free: bool = False
     """Take the reference as uniform: no reference log-probabilities are needed."""
@@ -164,7 +164,7 @@ SAMPLE_LOSSES = ("gmpo", "dpo")
 class ValueLoss(Strict):
     """The critic's loss: half the squared error to the returns, clipped around the old values."""
 
-    clip: float | None = Field(0.5, gt=0)
+    clip: float | None = Field(default=0.5, gt=0)
     """New values count as at most this far from the old ones where that makes the loss larger; null = no clip."""
 
 

@@ -15,7 +15,7 @@ class AdaptiveKL(Strict):
 
     target: float = Field(gt=0)
     """KL per token, in nats, that the controller aims at."""
-    horizon: float = Field(10_000, gt=0)
+    horizon: float = Field(default=10_000, gt=0)
     """Samples over which the controller reacts; larger is slower."""
 
 
@@ -62,7 +62,7 @@ class Truncate(Bound):
     """Truncated importance sampling (TIS): weights above the bound count as the bound."""
 
     kind: Literal["truncate"] = "truncate"
-    high: float = Field(2.0, gt=0)
+    high: float = Field(default=2.0, gt=0)
     """Largest weight."""
 
 
@@ -70,9 +70,9 @@ class Mask(Bound):
     """Masked importance sampling (IcePop, MIS): weights outside the bounds count as zero."""
 
     kind: Literal["mask"] = "mask"
-    low: float = Field(0.5, ge=0)
+    low: float = Field(default=0.5, ge=0)
     """Smallest weight that counts."""
-    high: float = Field(5.0, gt=0)
+    high: float = Field(default=5.0, gt=0)
     """Largest weight that counts."""
 
     @model_validator(mode="after")
@@ -144,7 +144,7 @@ class EqualRewards(Strict):
     """Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing; they are dropped and replaced."""
 
     kind: Literal["equal_rewards"] = "equal_rewards"
-    tolerance: float = Field(0.0, ge=0)
+    tolerance: float = Field(default=0.0, ge=0)
     """Rewards that differ by at most this count as equal."""
 
 
@@ -155,7 +155,7 @@ class Overlong(Strict):
     """Tokens of the longest allowed answer."""
     buffer: int = Field(gt=0)
     """The penalty grows linearly over the last ``buffer`` tokens before ``max_length``."""
-    penalty: float = Field(1.0, gt=0)
+    penalty: float = Field(default=1.0, gt=0)
     """Reward taken away at ``max_length``."""
 
     @model_validator(mode="after")

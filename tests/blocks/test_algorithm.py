@@ -1,7 +1,7 @@
 """The algorithm as configuration: presets, overrides, refusals, and the form that a person sees."""
 
 import json
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
@@ -38,28 +38,31 @@ def test_presets_survive_a_round_trip(preset):
     assert Algorithm.model_validate_json(made.model_dump_json()) == made
 
 
+def resolved(**settings) -> dict[str, Any]:
+    return algorithm(**settings).model_dump()
+
+
 def test_presets_are_the_published_algorithms():
-    dapo = algorithm(preset="dapo")
-    assert (dapo.loss.clip_low, dapo.loss.clip_high) == (0.2, 0.28)
-    assert dapo.aggregation.kind == "token-mean" and dapo.filter is not None
-    dr_grpo = algorithm(preset="dr_grpo", aggregation={"constant": 512})
-    assert dr_grpo.advantage.std is False and dr_grpo.aggregation.kind == "seq-mean-token-sum-norm"
-    assert algorithm(preset="gspo").loss.clip_high == 4e-4
+    dapo = resolved(preset="dapo")
+    assert (dapo["loss"]["clip_low"], dapo["loss"]["clip_high"]) == (0.2, 0.28)
+    assert dapo["aggregation"] == {"kind": "token-mean"} and dapo["filter"]["kind"] == "equal_rewards"
+    dr_grpo = resolved(preset="dr_grpo", aggregation={"constant": 512})
+    assert dr_grpo["advantage"]["std"] is False
+    assert dr_grpo["aggregation"] == {"kind": "seq-mean-token-sum-norm", "constant": 512}
+    assert resolved(preset="gspo")["loss"] == {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
+    assert resolved(preset="ppo")["value"] == {"clip": 0.2}
     ppo = algorithm(preset="ppo")
-    assert ppo.needs_critic and ppo.needs_reference and ppo.value.clip == 0.2
-    assert algorithm(preset="remax").needs_greedy_reward
-    assert (
-        algorithm(preset="dpo").needs_reference
-        and not algorithm(preset="dpo", loss={"reference_free": True}).needs_reference
-    )
+    assert ppo.needs_critic and ppo.needs_reference and algorithm(preset="remax").needs_greedy_reward
+    assert algorithm(preset="dpo").needs_reference
+    assert not algorithm(preset="dpo", loss={"reference_free": True}).needs_reference
     assert not algorithm().needs_reference and algorithm().preset == "grpo"
 
 
 def test_overrides_of_single_settings_and_of_whole_sections():
-    dapo = algorithm(preset="dapo", loss={"clip_high": 0.3})
-    assert (dapo.loss.kind, dapo.loss.clip_low, dapo.loss.clip_high) == ("ppo_clip", 0.2, 0.3)
-    other = algorithm(preset="dapo", loss={"kind": "cispo"}, filter=None)
-    assert other.loss.kind == "cispo" and other.loss.clip_high == 0.2 and other.filter is None
+    dapo = resolved(preset="dapo", loss={"clip_high": 0.3})
+    assert dapo["loss"] == {"kind": "ppo_clip", "clip_low": 0.2, "clip_high": 0.3, "dual_clip": None}
+    other = resolved(preset="dapo", loss={"kind": "cispo"}, filter=None)
+    assert other["loss"] == {"kind": "cispo", "clip_low": None, "clip_high": 0.2} and other["filter"] is None
     assert algorithm(preset="gmpo").aggregation is None and algorithm(loss={"kind": "gmpo"}).aggregation is None
     assert algorithm(advantage={"kind": "gae"}).value is not None
     assert algorithm(preset="ppo", advantage={"kind": "grpo"}).value is None

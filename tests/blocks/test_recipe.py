@@ -29,9 +29,19 @@ def test_inheritance_overrides_setting_by_setting(tmp_path):
 
 def test_another_kind_drops_the_bases_settings_of_that_section():
     recipe = Recipe.model_validate(
-        {"base": "quickstart", "data": {"kind": "reasoning_gym", "task": "gcd", "held_out": 9}, "evaluate": {"problems": 9}}
+        {
+            "base": "quickstart",
+            "data": {"kind": "reasoning_gym", "task": "gcd", "held_out": 9},
+            "evaluate": {"problems": 9},
+        }
     )
     assert recipe.data.kind == "reasoning_gym"
+
+
+def test_another_reward_function_drops_the_bases_options(tmp_path):
+    (tmp_path / "a.yaml").write_text('base: quickstart\nreward: {function: matches, options: {pattern: "4"}}\n')
+    recipe = Recipe.model_validate({"base": str(tmp_path / "a.yaml"), "reward": {"function": "exact"}})
+    assert recipe.reward.options == {}
 
 
 def test_circles_and_unknown_names_are_refused(tmp_path):
@@ -47,7 +57,11 @@ def test_all_errors_at_once_with_their_paths():
     wrong = {"base": "quickstart", "iterations": 0, "train": {"optim": {"lr": -1}}, "rollout": {"top_p": 0.9}}
     with pytest.raises(ValidationError) as caught:
         Recipe.model_validate(wrong)
-    assert {".".join(map(str, e["loc"])) for e in caught.value.errors()} == {"iterations", "train.optim.lr", "rollout.top_p"}
+    assert {".".join(map(str, e["loc"])) for e in caught.value.errors()} == {
+        "iterations",
+        "train.optim.lr",
+        "rollout.top_p",
+    }
 
 
 @pytest.mark.parametrize(
@@ -74,7 +88,16 @@ def test_the_run_form_has_no_defaults_that_would_override_the_base():
 
 
 def test_dry_run_says_where_each_value_comes_from():
-    command = [sys.executable, "-m", "headrace.deployments.cli", "run", "quickstart-vllm", "--dry-run", "--set", "seed=7"]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.deployments.cli",
+        "run",
+        "quickstart-vllm",
+        "--dry-run",
+        "--set",
+        "seed=7",
+    ]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     found = {line.split(":")[0]: line.split("#")[-1].strip() for line in lines}
     assert found["seed"] == "--set"
@@ -84,7 +107,18 @@ def test_dry_run_says_where_each_value_comes_from():
 
 
 def test_a_wrong_recipe_is_one_readable_message():
-    command = [sys.executable, "-m", "headrace.deployments.cli", "run", "quickstart", "--dry-run", "--set", "prompts=0", "--set", "nope=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.deployments.cli",
+        "run",
+        "quickstart",
+        "--dry-run",
+        "--set",
+        "prompts=0",
+        "--set",
+        "nope=1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "- prompts:" in done.stderr and "- nope:" in done.stderr

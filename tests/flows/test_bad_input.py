@@ -62,7 +62,7 @@ def test_samples_whose_scoring_fails_are_counted_and_not_trained(stack, tiny_rec
     recipe.write_text(
         f"base: {tiny_recipe}\nname: failing\niterations: 2\nevaluate: {{problems: 0}}\n"
         f"data: {{kind: jsonl, path: {tmp_path / 'rows.jsonl'}, held_out: 2}}\n"
-        "reward: {function: last_number, options: {}}\n"
+        "reward: {function: last_number}\n"
     )
     done = stack.headrace("run", str(recipe))
     assert done.returncode == 0, done.stdout + done.stderr
