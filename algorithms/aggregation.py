@@ -17,8 +17,7 @@ def token_weights(aggregation: Any, segments: Segments, denominators: Denominato
     terms beside that loss, such as KL, are seq-mean-token-mean.
     """
     tokens, samples = max(denominators.tokens, 1.0), max(denominators.samples, 1.0)
-    kind = "seq-mean-token-mean" if aggregation is None else aggregation.kind
-    match kind:
+    match "seq-mean-token-mean" if aggregation is None else aggregation.kind:
         case "token-mean":
             return 1.0 / tokens
         case "token-sum":
@@ -26,10 +25,10 @@ def token_weights(aggregation: Any, segments: Segments, denominators: Denominato
         case "seq-mean-token-sum":
             return 1.0 / samples
         case "seq-mean-token-sum-norm":
-            return 1.0 / (samples * aggregation.constant)
+            return 1.0 / (samples * aggregation.constant)  # pyright: ignore[reportOptionalMemberAccess]
         case "seq-mean-token-mean":
             return segments.expand((samples * segments.lengths.clamp(min=1).to(like.dtype)).reciprocal())
-    raise AlgorithmError(f"there is no aggregation '{kind}'")
+    raise AlgorithmError(f"there is no aggregation '{aggregation}'")
 
 
 def weighted_sum(values: Tensor, weights: Tensor | float) -> Tensor:

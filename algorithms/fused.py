@@ -24,7 +24,8 @@ def token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As ``logprobs.token_logprobs``; logits never reach the GPU's memory in the forward pass."""
-    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as kernel
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction  # pyright: ignore[reportMissingImports]
 
-    outputs = kernel.apply(hidden.contiguous(), weight.contiguous(), targets, temperature, -100, 1, entropy)
+    kernel = LigerFusedLinearScaledCrossEntropyFunction.apply
+    outputs = kernel(hidden.contiguous(), weight.contiguous(), targets, temperature, -100, 1, entropy)
     return (-outputs[0], outputs[1]) if entropy else (-outputs, None)

@@ -161,18 +161,19 @@ def _add_kl(
     config: Any, x: Inputs, share: _Share, denominators: Denominators, coefficient: float | None, sums: Sums
 ) -> None:
     """KL(new ‖ reference): measured where a reference is given, added to the loss where configured."""
-    in_loss = config.kl is not None and config.kl.kind == "loss"
+    term = config.kl
+    in_loss = term is not None and term.kind == "loss"
     reference = x.need("reference", "kl of kind 'loss'") if in_loss else x.get("reference")
     if reference is None:
         return
     new = x.need("new", "kl")
     sums.per_token["reference/kl_k1"] = total(new - reference)
     sums.per_token["reference/kl_k3"] = total(kl_estimate(new, reference, "k3")[0])
-    if not in_loss:
+    if term is None or not in_loss:
         return
-    value, slope = kl_estimate(new, reference, config.kl.estimator)
+    value, slope = kl_estimate(new, reference, term.estimator)
     weights = x.silence(token_weights(config.aggregation, x.segments, denominators, new), new)
-    scaled = weights * (config.kl.coefficient if coefficient is None else coefficient)
+    scaled = weights * (term.coefficient if coefficient is None else coefficient)
     added = weighted_sum(value, scaled)
     sums.totals["reference/kl_loss"] = added.double()
     share.loss = share.loss + added

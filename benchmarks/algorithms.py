@@ -1,8 +1,8 @@
 """Advantage + loss + metrics, forward and backward, against verl 0.9.1: ``python -m benchmarks.algorithms``.
 
-The same 512 × 2,048 tokens in float32 on one CPU thread, verl and Headrace in turns. Exits 1 when a bound is missed: at least 1.5× for
-GRPO with PPO-clip, GSPO and CISPO, never slower for any other loss or estimator. ``--full`` makes every answer 2,048
-tokens long in place of 256 to 2,048, ``--rounds N`` sets the number of turns.
+The same 512 × 2,048 tokens in float32 on one CPU thread, verl and Headrace in turns. Exits 1 when a bound is missed: at
+least 1.5× for GRPO with PPO-clip, GSPO and CISPO, never slower for any other loss or estimator. ``--full`` makes every
+answer 2,048 tokens long in place of 256 to 2,048, ``--rounds N`` sets the number of turns.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,8 +109,8 @@ def compare(theirs: Callable[[], object], ours: Callable[[], object], rounds: in
 
 def loss_job(name: str, batch: Batch) -> tuple[Callable[[], object], Callable[[], object]]:
     """GRPO's advantage, the loss with its metrics, and the gradient."""
-    from verl.trainer.ppo import core_algos
-    from verl.workers.config.actor import ActorConfig, PolicyLossConfig
+    from verl.trainer.ppo import core_algos  # pyright: ignore[reportMissingImports]
+    from verl.workers.config.actor import ActorConfig, PolicyLossConfig  # pyright: ignore[reportMissingImports]
 
     mode, loss = LOSSES[name]
     columns, mask = batch.columns, batch.mask
@@ -163,8 +164,8 @@ def loss_job(name: str, batch: Batch) -> tuple[Callable[[], object], Callable[[]
 
 def estimator_job(name: str, batch: Batch) -> tuple[Callable[[], object], Callable[[], object]]:
     """The advantages alone."""
-    from verl.trainer.config import AlgoConfig
-    from verl.trainer.ppo import core_algos
+    from verl.trainer.config import AlgoConfig  # pyright: ignore[reportMissingImports]
+    from verl.trainer.ppo import core_algos  # pyright: ignore[reportMissingImports]
 
     kind, estimator = ESTIMATORS[name]
     columns = batch.columns
@@ -185,7 +186,7 @@ def estimator_job(name: str, batch: Batch) -> tuple[Callable[[], object], Callab
     config = Algorithm.model_validate({"advantage": estimator})
     flat_mask = Jagged.from_padded(batch.mask)
     inputs = {"old": columns["old"], "values": columns["values"], "sum_pi_squared": columns["sum_pi_squared"]}
-    flat = {key: x.reshape(-1) for key, x in inputs.items()}
+    flat: dict[str, Any] = {key: x.reshape(-1) for key, x in inputs.items()}
 
     def ours() -> object:
         groups = torch.arange(SAMPLES) // GROUP

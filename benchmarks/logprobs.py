@@ -1,9 +1,9 @@
 """Memory and time of log-probabilities from hidden states: ``python -m benchmarks.logprobs``.
 
 8,192 tokens × 150,000 words, forward and backward. Peak extra memory must be at most 1/8 of the naive way (logits,
-float32 log-softmax, gather); exits 1 otherwise. On a GPU both are measured as they are, Liger's fused kernel too where it is
-installed. On the CPU each runs in a process of its own and its peak resident memory counts; the naive way would take
-20 GB there, so it is measured at 512 and 1,024 tokens and continued on the straight line through both.
+float32 log-softmax, gather); exits 1 otherwise. On a GPU both are measured as they are, and Liger's fused kernel where
+it is installed. On the CPU each runs in a process of its own and its peak resident memory counts; the naive way would
+take 20 GB there, so it is measured at 512 and 1,024 tokens and continued on the straight line through both.
 """
 
 import argparse

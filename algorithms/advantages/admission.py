@@ -57,8 +57,8 @@ class Admission:
         if policy == "error" and bool(alone.any()):
             names = ", ".join(str(g) for g in groups[alone].tolist()[:5])
             raise AlgorithmError(
-                f"{int(alone.sum())} groups have one usable sample (group {names} …), which advantage.lone_group makes an "
-                "error: generate more samples for each prompt, or set it to 'drop'"
+                f"{int(alone.sum())} groups have one usable sample (group {names} …), an error by "
+                "advantage.lone_group: generate more samples for each prompt, or set it to 'drop'"
             )
         self.drop(alone, "lone_group", "group of one: no baseline")
 

@@ -38,9 +38,9 @@ def advantages(
     ``config``: ``Algorithm``. ``rewards``: float [S], NaN where scoring failed; ``groups``: int64 [S], any ids. Where
     the configuration needs them: ``old`` and ``behaviour`` log-probabilities [T] (``correction.reject``), ``old`` and
     ``reference`` (``kl`` of kind reward), the critic's ``values`` [T] (gae), ``greedy_rewards`` [S] (remax),
-    ``reward_parts`` [S] each (gdpo), ``sum_pi_squared`` [T] with ``old`` (optimal_token_baseline). ``token_rewards`` [T]
-    are added to ``rewards``, and must be 0 where the policy did not write the token. ``kl_coefficient``: in place of
-    the configured one.
+    ``reward_parts`` [S] each (gdpo), ``sum_pi_squared`` [T] with ``old`` (optimal_token_baseline).
+    ``token_rewards`` [T] are added to ``rewards``, and must be 0 where the policy did not write the token.
+    ``kl_coefficient``: in place of the configured one.
 
     Order: scoring failed → empty response → rejected for mismatch → groups of one → groups of equal rewards → shaping →
     baseline. Whoever is dropped is in no baseline. With loss 'dpo' all advantages are 0. Raises ``AlgorithmError`` for

@@ -1,5 +1,7 @@
 """The same numbers on a GPU; runs where there is one."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def test_step(loss, estimator):
 
     def step(device):
         batch = Jagged.from_lengths(lengths.to(device), mask.to(device))
-        given = {name: x.to(device) for name, x in columns.items()}
+        given: dict[str, Any] = {name: x.to(device) for name, x in columns.items()}
         old, behaviour = given["old"], given["behaviour"]
         groups = (torch.arange(64) // 8).to(device)
         result = advantages(

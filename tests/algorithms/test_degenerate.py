@@ -1,6 +1,7 @@
 """Degenerate batches give a defined result and a counted metric, or a typed error; never NaN."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -56,10 +57,8 @@ def columns(tokens: int) -> dict[str, torch.Tensor]:
 
 def run(config: Algorithm, batch: Jagged, given: dict[str, torch.Tensor]):
     new, entropy = given["new"].clone().requires_grad_(), given["entropy"].clone().requires_grad_()
-    denominators = Denominators.of(batch)
-    objective = policy_objective(
-        config, batch=batch, denominators=denominators, **{**given, "new": new, "entropy": entropy}
-    )
+    live: dict[str, Any] = {**given, "new": new, "entropy": entropy}
+    objective = policy_objective(config, batch=batch, denominators=Denominators.of(batch), **live)
     objective.loss.backward()
     assert new.grad is not None and entropy.grad is not None
     metrics = finish_metrics(objective.sums)
@@ -170,7 +169,7 @@ def test_all_rejected():
 )
 def test_missing_and_misshapen_inputs(change, message):
     batch = Jagged.from_lengths([4, 3])
-    given = {**columns(7), **change}
+    given: dict[str, Any] = {**columns(7), **change}
     with pytest.raises(AlgorithmError, match=message):
         policy_objective(configure("ppo_clip"), batch=batch, denominators=Denominators.of(batch), **given)
 

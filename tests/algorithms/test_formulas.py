@@ -136,7 +136,7 @@ def test_gdpo_of_several_parts():
     weights = {"format": 0.5, "correct": 2.0}
     config = Algorithm.model_validate({"advantage": {"kind": "gdpo", "weights": weights}})
     given = {name: torch.tensor(part) for name, part in parts.items()}
-    common = {"groups": torch.tensor(groups), "batch": Jagged.from_lengths(lengths)}
+    common = {"groups": torch.tensor(groups), "batch": Jagged.from_lengths(lengths.tolist())}
     result = advantages(config, rewards=torch.tensor(parts["correct"]), reward_parts=given, **common)
     total = np.zeros(4)
     for name, weight in weights.items():

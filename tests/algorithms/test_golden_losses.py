@@ -165,7 +165,7 @@ def test_dppo_truncation_is_its_own(golden):
 @pytest.mark.parametrize("name", ["is_sequence", "rs_seq_mean_k1"])
 @pytest.mark.parametrize("loss", ["ppo_clip", "reinforce"])
 def test_bypass(golden, loss, name):
-    """verl's bypass mode in our words: the ratio is new/behaviour, and weights or rejection compare new and behaviour."""
+    """verl's bypass mode in our words: ratio, weights and rejection compare new and behaviour."""
     behaviour, new = golden.flat("roll"), golden.flat("new")
     batch, correction = golden.batch, None
     old = behaviour if loss == "ppo_clip" else new

@@ -101,6 +101,7 @@ def evaluate(config, batch, columns, denominators):
     given = {**columns, "new": new, "entropy": entropy}
     objective = policy_objective(config, batch=batch, denominators=denominators, **given)
     objective.loss.backward()
+    assert new.grad is not None and entropy.grad is not None
     return objective.loss.detach(), new.grad, entropy.grad, objective.sums
 
 
@@ -228,6 +229,7 @@ def test_dpo(lengths, form, seed, ranks):
         )
         objective.loss.backward()
         grad = torch.zeros(sum(lengths), dtype=torch.float64)
+        assert new.grad is not None
         grad[tokens] = new.grad
         return objective.loss.detach(), grad, objective.sums
 

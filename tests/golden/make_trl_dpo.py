@@ -11,8 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import trl
-from trl.trainer.dpo_trainer import DPOTrainer
+import trl  # pyright: ignore[reportMissingImports]
+from trl.trainer.dpo_trainer import DPOTrainer  # pyright: ignore[reportMissingImports]
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
@@ -50,7 +50,7 @@ for options in (
         {
             "options": options,
             "losses": losses.tolist(),
-            "grad": torch.cat([x.grad for x in tokens]).tolist(),
+            "grad": torch.cat([x.grad for x in tokens if x.grad is not None]).tolist(),
             "chosen_rewards": chosen.tolist(),
             "rejected_rewards": rejected.tolist(),
         }

@@ -14,11 +14,11 @@ verl_reference.prepare()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import verl  # noqa: E402
-import verl.utils.torch_functional as functional  # noqa: E402
-from verl.trainer.config import AlgoConfig  # noqa: E402
-from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: E402
-from verl.workers.config.actor import ActorConfig, PolicyLossConfig  # noqa: E402
+import verl  # pyright: ignore[reportMissingImports]  # noqa: E402
+import verl.utils.torch_functional as functional  # pyright: ignore[reportMissingImports]  # noqa: E402
+from verl.trainer.config import AlgoConfig  # pyright: ignore[reportMissingImports]  # noqa: E402
+from verl.trainer.ppo import core_algos, rollout_corr_helper  # pyright: ignore[reportMissingImports]  # noqa: E402
+from verl.workers.config.actor import ActorConfig, PolicyLossConfig  # pyright: ignore[reportMissingImports]  # noqa: E402
 
 torch.set_default_dtype(torch.float64)
 path = Path(sys.argv[1])
