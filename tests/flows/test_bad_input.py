@@ -71,4 +71,4 @@ def test_samples_whose_scoring_fails_are_counted_and_not_trained(stack, tiny_rec
     assert sum(failed) > 0 and sum(failed) % 4 == 0
     ledger = Ledger(store)
     ledger.verify()
-    assert ledger.state().reasons.get("scoring_failed", 0) * 4 == sum(failed), ledger.state()
+    assert ledger.state().reasons.get("scoring failed", 0) * 4 == sum(failed), ledger.state()
