@@ -7,9 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from headrace.engines.model import state, step
 from headrace.engines.model.base import Experience, Samples, StepConfig, Which
@@ -17,30 +15,17 @@ from headrace.engines.model.errors import ModelEngineError
 from headrace.engines.model.gang import Gang
 from headrace.engines.model.optim import make_optimizer
 from headrace.engines.model.packing import make_rows, plan
-from headrace.engines.model.policy import Policy, load_policy
+from headrace.engines.model.policy import load_policy
 from headrace.engines.model.prefix import Packed, pack
 from headrace.engines.model.spec import EngineSpec
+from headrace.engines.model.weights import Alone, Sharded, Weights
 
 
 @dataclass
-class Sharded:
-    """A model whose parameters are sharded over the gang."""
-
-    module: Policy
-    parameters: dict[str, nn.Parameter]
-    """Shards by Hugging Face name; tied parameters once."""
-
-    def reshard(self) -> None:
-        """Drops gathered parameters: after forward passes without backward, and whenever the shards have changed."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-@dataclass
-class Trained(Sharded):
+class Trained:
     """The policy with its optimizer."""
 
+    weights: Weights
     optimizer: torch.optim.AdamW
 
 
@@ -54,34 +39,26 @@ class FSDP2Engine:
         """Content key of the last train job; empty before the first."""
         self.kl_coefficient: float | None = None
         """Of an adaptive controller; None before its first update."""
-        self.reference = self._shard(self._dtype, frozen=True) if spec.reference else None
+        self.reference = self._load(self._dtype, frozen=True) if spec.reference else None
         self._start()
 
     def _start(self) -> None:
         torch.manual_seed(self.spec.seed)
         self.policy: Trained | None = None
         if self.spec.policy:
-            model = self._shard(torch.float32, frozen=False)
-            self.policy = Trained(model.module, model.parameters, make_optimizer(model.parameters.values()))
+            weights = self._load(torch.float32, frozen=False)
+            self.policy = Trained(weights, make_optimizer(weights.parameters.values()))
         self.train_step, self.last_key, self.kl_coefficient = 0, "", None
 
     @property
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self.spec.dtype)
 
-    def _shard(self, dtype: torch.dtype, frozen: bool) -> Sharded:
-        spec, gang = self.spec, self.gang
-        head = torch.float32 if spec.head_dtype == "float32" else None
-        module = load_policy(Path(spec.model), dtype, head, on_cpu=gang.device.type == "cpu").requires_grad_(not frozen)
-        # The one device also holds the shards of the others: gathering again in the backward pass would only cost time.
-        alone = gang.size == 1
-        precision = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
-        for layer in module.layers():
-            fully_shard(layer, mesh=gang.mesh, mp_policy=precision, reshard_after_forward=not alone)
-        fully_shard(module, mesh=gang.mesh, mp_policy=precision, reshard_after_forward=False)
-        module.to(gang.device)
-        names = {name.removeprefix("causal."): p for name, p in module.named_parameters()}
-        return Sharded(module, names)
+    def _load(self, masters: torch.dtype, frozen: bool) -> Weights:
+        head = torch.float32 if self.spec.head_dtype == "float32" else None
+        module = load_policy(Path(self.spec.model), masters, head, on_cpu=self.gang.device.type == "cpu")
+        place = Alone if self.gang.size == 1 else Sharded
+        return place(module.requires_grad_(not frozen), self._dtype, self.gang)
 
     def trained(self) -> Trained:
         """The policy. Raises ModelEngineError for an engine that has none."""
@@ -89,7 +66,7 @@ class FSDP2Engine:
             raise ModelEngineError("this engine holds the reference model only: policy is false in its spec")
         return self.policy
 
-    def frozen(self) -> Sharded:
+    def frozen(self) -> Weights:
         """The reference. Raises ModelEngineError for an engine that has none."""
         if self.reference is None:
             raise ModelEngineError("this engine holds no reference model: set reference in its spec")
@@ -103,13 +80,12 @@ class FSDP2Engine:
 
     def logprobs(self, samples: Samples, which: Which) -> Tensor:
         """See ``ModelEngine``."""
-        model = self.trained() if which == "policy" else self.frozen()
+        model = self.trained().weights if which == "policy" else self.frozen()
         found = torch.zeros(samples.tokens, dtype=torch.float32, device=self.gang.device)
         with torch.no_grad():
             for packed in self.micro_batches(samples, torch.ones(len(samples), dtype=torch.bool)):
                 values, _ = model.module(packed, self.spec.temperature)
                 found[packed.tokens] = values[: len(packed.tokens)]
-        model.reshard()
         if self.gang.size > 1:
             dist.all_reduce(found)  # every token is computed on one rank and 0 on the others
         return found.cpu()
@@ -127,13 +103,12 @@ class FSDP2Engine:
 
     def metas(self) -> list[tuple[str, str, list[int]]]:
         """See ``ModelEngine``."""
-        return [(name, self.spec.dtype, list(p.shape)) for name, p in self.trained().parameters.items()]
+        parameters = self.trained().weights.parameters
+        return [(name, self.spec.dtype, list(p.shape)) for name, p in parameters.items()]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See ``ModelEngine``."""
-        for name, parameter in self.trained().parameters.items():
-            wire = parameter.detach().to(self._dtype)
-            yield name, wire.full_tensor() if isinstance(wire, DTensor) else wire
+        return self.trained().weights.whole()
 
     def save(self, path: Path, cursor: int) -> None:
         """See ``ModelEngine``."""

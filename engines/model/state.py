@@ -37,7 +37,7 @@ def save(engine: "FSDP2Engine", path: Path, cursor: int) -> None:
             "last_key": engine.last_key,
             "kl_coefficient": engine.kl_coefficient,
             "cursor": cursor,
-            "parameters": {name: list(p.shape) for name, p in engine.trained().parameters.items()},
+            "parameters": {name: list(p.shape) for name, p in engine.trained().weights.parameters.items()},
         }
         _write_synced(temporary / COMPLETE, json.dumps(facts).encode())
         _place(temporary, path)
@@ -52,12 +52,12 @@ def load(engine: "FSDP2Engine", path: Path) -> int:
     facts = json.loads(marker.read_text())
     if facts["format"] != FORMAT:
         raise BadState(f"{path} has format {facts['format']}; this version reads format {FORMAT}")
-    if facts["parameters"] != {name: list(p.shape) for name, p in engine.trained().parameters.items()}:
+    if facts["parameters"] != {name: list(p.shape) for name, p in engine.trained().weights.parameters.items()}:
         raise BadState(f"{path} is the state of another model: its parameters are not those of {engine.spec.model}")
     engine.train_step = None
-    engine.trained().reshard()
     tensors = _tensors(engine)
     loader.load(tensors, checkpoint_id=path)
+    engine.trained().weights.masters_changed()
     torch.set_rng_state(tensors["random"])
     engine.train_step, engine.last_key = facts["train_step"], facts["last_key"]
     engine.kl_coefficient = facts["kl_coefficient"]
@@ -66,16 +66,16 @@ def load(engine: "FSDP2Engine", path: Path) -> int:
 
 def _tensors(engine: "FSDP2Engine") -> dict[str, Any]:
     """The tensors that make up the state, to be written or to be read into. Missing optimizer state is created."""
-    model = engine.trained()
+    policy = engine.trained()
     moments: dict[str, dict[str, torch.Tensor]] = {}
-    for name, parameter in model.parameters.items():
-        state = model.optimizer.state[parameter]
+    for name, parameter in policy.weights.parameters.items():
+        state = policy.optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=engine.gang.device)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         moments[name] = {key: state[key] for key in ("step", "exp_avg", "exp_avg_sq")}
-    parameters = {name: p.detach() for name, p in model.parameters.items()}
+    parameters = {name: p.detach() for name, p in policy.weights.parameters.items()}
     return {"model": parameters, "optimizer": moments, "random": torch.get_rng_state()}
 
 

@@ -39,6 +39,7 @@ def train(engine: "FSDP2Engine", experience: Experience, config: StepConfig, num
         update = number * config.minibatches + index
         lr = learning_rate(config.optim, update, config.total_steps * config.minibatches)
         norm = apply_update(engine.trained().optimizer, config.optim, lr)
+        engine.trained().weights.masters_changed()
         finite = norm == norm and abs(norm) != float("inf")
         metrics["updates/done" if finite else "updates/skipped"] += 1
         metrics["samples_computed"] += float(useful.sum())
@@ -96,7 +97,7 @@ def backward(
     engine: "FSDP2Engine", experience: Experience, config: StepConfig, batch: Jagged, useful: Tensor, check: bool
 ) -> Sums:
     """Gradient of one update's loss, summed over this rank's micro-batches and, by the sharding, over ranks."""
-    algorithm, model, device = config.algorithm, engine.trained(), engine.gang.device
+    algorithm, policy, device = config.algorithm, engine.trained(), engine.gang.device
     denominators = _denominators(experience, algorithm, batch)
     columns = {
         "advantages": experience.advantages,
@@ -106,10 +107,10 @@ def backward(
         "selected": _selected(experience, algorithm, batch, engine.spec.seed),
     }
     with_entropy = algorithm.entropy_coefficient > 0
-    model.optimizer.zero_grad()  # a step that failed may have left some
+    policy.optimizer.zero_grad()  # a step that failed may have left some
     sums = Sums()
     for packed in engine.micro_batches(experience.samples, useful):
-        new, entropy = model.module(packed, engine.spec.temperature, entropy=with_entropy)
+        new, entropy = policy.weights.module(packed, engine.spec.temperature, entropy=with_entropy)
         count = len(packed.tokens)
         new, entropy = new[:count], None if entropy is None else entropy[:count]
         places = packed.tokens.cpu()
@@ -127,6 +128,7 @@ def backward(
         )
         # Sharding averages gradients over ranks; the loss is a sum over them.
         (objective.loss * engine.gang.size).backward()
+        policy.weights.collect_gradients()
         sums = sums.merge(objective.sums)
     if engine.gang.size > 1:
         added, largest = (x.to(device) for x in sums.to_tensors())
