@@ -1,5 +1,6 @@
 """Which samples are trained on, and why the others are not."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +30,24 @@ class Admission:
     def drop(self, samples: Tensor, name: str, reason: str) -> None:
         """Refuses those of ``samples`` (bool [S]) that are still in, and counts them as ``dropped/<name>``."""
         hit = (samples & self.accepted).nonzero().squeeze(1)
-        self.counts[f"dropped/{name}"] = float(len(hit))
+        self.counts[f"dropped/{name}"] = self.counts.get(f"dropped/{name}", 0.0) + len(hit)
         if not len(hit):
             return
         for index in hit.tolist():
             self.reasons[index] = reason
         self.accepted = self.accepted.index_fill(0, hit, False)
         self.batch = self.batch.accept(self.accepted)
+
+    def drop_not_finite(self, of_tokens: Mapping[str, Tensor | None], of_samples: Mapping[str, Tensor | None]) -> None:
+        """Refuses samples with an input that is not finite, by token [T] (trained ones only) or by sample [S]."""
+        bad = {name: ~x.isfinite() for name, x in of_samples.items() if x is not None}
+        for name, x in of_tokens.items():
+            own = None if x is None else self.batch.gather(x.detach())
+            if own is not None and not bool(own.sum().isfinite()):
+                bad[name] = self.batch.trained[1].sum((~own.isfinite()).double()) > 0
+        self.counts["dropped/not_finite"] = 0.0
+        for name, samples in bad.items():
+            self.drop(samples, "not_finite", f"'{name}' is not finite")
 
     def reject_mismatch(self, tests: Any, old: Tensor | None, behaviour: Tensor | None) -> None:
         """Applies ``Correction.reject``: refuses tokens and samples."""

@@ -42,35 +42,35 @@ def advantages(
     ``token_rewards`` [T] are added to ``rewards``, and must be 0 where the policy did not write the token.
     ``kl_coefficient``: in place of the configured one.
 
-    Order: scoring failed → empty response → rejected for mismatch → groups of one → groups of equal rewards → shaping →
-    baseline. Whoever is dropped is in no baseline. With loss 'dpo' all advantages are 0. Raises ``AlgorithmError`` for
-    a missing input or a wrong shape.
+    Order: scoring failed → empty response → an input that is not finite → rejected for mismatch → groups of one →
+    groups of equal rewards → shaping → baseline. Whoever is dropped is in no baseline. With loss 'dpo' all advantages
+    are 0. Raises ``AlgorithmError`` for a missing input or a wrong shape.
     """
     if rewards.shape != (batch.samples,) or groups.shape != (batch.samples,):
         shapes = f"rewards {list(rewards.shape)}, groups {list(groups.shape)}"
         raise AlgorithmError(f"the batch has {batch.samples} samples, but {shapes}")
     if token_rewards is not None and bool((token_rewards != 0).logical_and(~batch.mask).any()):
         raise AlgorithmError("'token_rewards' are not 0 at tokens that are not trained on; they would be lost")
-    rewards = rewards.detach()
+    rewards, parts = rewards.detach(), dict(reward_parts or {})
+    tokens = {"old": old, "values": values, "sum_pi_squared": sum_pi_squared, "token_rewards": token_rewards}
     written = batch.lengths()
-    admission = _admit(config, rewards, groups, batch, old, behaviour)
+    admission = Admission.of(batch)
+    admission.drop(~rewards.isfinite(), "scoring_failed", "scoring failed")
+    admission.drop(written == 0, "empty", "empty response")
+    checked = tokens | {"behaviour": behaviour, "reference": reference}
+    admission.drop_not_finite(checked, {"greedy_rewards": greedy_rewards} | _weighed(config, parts))
+    _drop(config, admission, rewards, groups, old, behaviour)
     if config.overlong is not None:
         rewards = rewards + overlong_penalty(config.overlong, written)
-    coefficient = kl_coefficient
     if config.kl is not None and config.kl.kind == "reward":
-        if old is None or reference is None:
-            raise AlgorithmError("kl of kind 'reward' needs 'old' and 'reference' log-probabilities")
-        coefficient = config.kl.coefficient if coefficient is None else coefficient
-        penalty = -coefficient * kl_estimate(old, reference, config.kl.estimator)[0]
+        penalty = _kl_reward(config.kl, old, reference, kl_coefficient)
         token_rewards = penalty if token_rewards is None else token_rewards + penalty
     if token_rewards is not None:
         token_rewards = token_rewards.detach().to(rewards.dtype)
-    importance = None
     wanted = config.correction.importance if config.correction is not None else None
     if wanted is not None and old is not None and behaviour is not None:
-        importance = importance_weights(wanted, old=old, behaviour=behaviour, batch=admission.batch)
-    samples = _collect(admission, rewards, groups, token_rewards, greedy_rewards, reward_parts or {})
-    tokens = {"old": old, "values": values, "sum_pi_squared": sum_pi_squared, "importance": importance}
+        tokens["importance"] = importance_weights(wanted, old=old, behaviour=behaviour, batch=admission.batch)
+    samples = _collect(admission, rewards, groups, token_rewards, greedy_rewards, parts)
     samples = replace(samples, tokens=tokens | {"token_rewards": token_rewards})
     estimate = _estimate(config, samples)
     final = admission.batch
@@ -84,19 +84,28 @@ def advantages(
     )
 
 
-def _admit(
-    config: Any, rewards: Tensor, groups: Tensor, batch: Jagged, old: Tensor | None, behaviour: Tensor | None
-) -> Admission:
-    admission = Admission.of(batch)
-    admission.drop(~rewards.isfinite(), "scoring_failed", "scoring failed")
-    admission.drop(batch.lengths() == 0, "empty", "empty response")
+def _weighed(config: Any, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The reward parts that the estimator uses."""
+    return {name: part for name, part in parts.items() if name in getattr(config.advantage, "weights", {})}
+
+
+def _kl_reward(term: Any, old: Tensor | None, reference: Tensor | None, coefficient: float | None) -> Tensor:
+    """What KL(old ‖ reference) takes off each token's reward [T]."""
+    if old is None or reference is None:
+        raise AlgorithmError("kl of kind 'reward' needs 'old' and 'reference' log-probabilities")
+    return kl_estimate(old, reference, term.estimator)[0] * -(term.coefficient if coefficient is None else coefficient)
+
+
+def _drop(
+    config: Any, admission: Admission, rewards: Tensor, groups: Tensor, old: Tensor | None, behaviour: Tensor | None
+) -> None:
+    """What the configuration refuses: mismatch, then groups of one, then groups of equal rewards."""
     if config.correction is not None and config.correction.reject:
         admission.reject_mismatch(config.correction.reject, old, behaviour)
     if config.advantage is None or resolve(config.advantage)[0].compares_group:
         admission.drop_lone(groups, getattr(config.advantage, "lone_group", "drop"))
     if config.filter is not None:
         admission.drop_equal(groups, rewards, config.filter.tolerance)
-    return admission
 
 
 def _collect(

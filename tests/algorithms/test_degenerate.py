@@ -148,6 +148,31 @@ def test_batches_without_a_signal(kind, rewards, lengths):
         assert not result.values.any()
 
 
+@pytest.mark.parametrize("name", ["old", "reference", "values", "greedy_rewards", "reward_parts"])
+def test_a_sample_with_an_input_that_is_not_finite_is_dropped(name):
+    """A log-probability of −inf under KL in the reward, a greedy answer or a reward part without score."""
+    weights = {"kind": "gdpo", "weights": {"style": 1.0}}
+    kinds = {"values": {"kind": "gae"}, "greedy_rewards": {"kind": "remax"}, "reward_parts": weights}
+    estimator = kinds.get(name, {"kind": "grpo"})
+    config = Algorithm.model_validate({"advantage": estimator, "kl": {"kind": "reward", "coefficient": 0.1}})
+    by_token: dict[str, Any] = {x: -torch.rand(6, dtype=torch.float64) for x in ("old", "reference", "values")}
+    by_sample: dict[str, Any] = {x: torch.rand(3, dtype=torch.float64) for x in ("greedy_rewards", "style")}
+    (by_token if name in by_token else by_sample)["style" if name == "reward_parts" else name][2] = -math.inf
+    result = advantages(
+        config,
+        rewards=torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64),
+        groups=torch.zeros(3, dtype=torch.int64),
+        batch=Jagged.from_lengths([2, 3, 1] if name in by_token else [1, 2, 3]),
+        reward_parts={"style": by_sample.pop("style")},
+        **by_token,
+        **by_sample,
+    )
+    assert result.metrics["dropped/not_finite"] == 1 and result.values.isfinite().all()
+    assert [reason for reason in result.drop_reasons if reason] == [
+        f"'{'style' if name == 'reward_parts' else name}' is not finite"
+    ]
+
+
 def test_all_rejected():
     reject = {"reject": [{"kind": "ratio", "level": "token", "low": 0.999999, "high": 1.000001}]}
     result = estimate("grpo", [1, 0], [1, 1], Jagged.from_lengths([2, 3]), correction=reject)
