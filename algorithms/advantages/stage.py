@@ -57,8 +57,9 @@ def advantages(
     admission = Admission.of(batch)
     admission.drop(~rewards.isfinite(), "scoring_failed", "scoring failed")
     admission.drop(written == 0, "empty", "empty response")
-    checked = tokens | {"behaviour": behaviour, "reference": reference}
-    admission.drop_not_finite(checked, {"greedy_rewards": greedy_rewards} | _weighed(config, parts))
+    given = tokens | {"behaviour": behaviour, "reference": reference}
+    used = {name: x for name, x in given.items() if name in _used(config)}
+    admission.drop_not_finite(used, {"greedy_rewards": greedy_rewards} | _weighed(config, parts))
     _drop(config, admission, rewards, groups, old, behaviour)
     if config.overlong is not None:
         rewards = rewards + overlong_penalty(config.overlong, written)
@@ -82,6 +83,21 @@ def advantages(
         returns=None if estimate.returns is None else final.scatter(estimate.returns),
         metrics=admission.counts | _summary(rewards, groups, samples, estimate),
     )
+
+
+def _used(config: Any) -> set[str]:
+    """The inputs by token that reach the advantages."""
+    used = {"token_rewards"}
+    kind = None if config.advantage is None else config.advantage.kind
+    if kind in ("gae", "plugin"):
+        used |= {"values"}
+    if kind in ("optimal_token_baseline", "plugin"):
+        used |= {"old", "behaviour", "sum_pi_squared"}
+    if config.kl is not None and config.kl.kind == "reward":
+        used |= {"old", "reference"}
+    if config.correction is not None and config.correction.reject:
+        used |= {"old", "behaviour"}
+    return used
 
 
 def _weighed(config: Any, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
