@@ -18,7 +18,7 @@ OPTIM = {"lr": 1e-3, "warmup_steps": 2, "schedule": "cosine"}
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     spec = EngineSpec.model_validate(job["spec"])
-    gang = join("cpu", 1, 60)
+    gang = join(spec.device, 1, 120)
     engine = FSDP2Engine(spec, gang)
     config = StepConfig(Algorithm.model_validate({}), Optim.model_validate(OPTIM), total_steps=8)
     results: list[object] = []
