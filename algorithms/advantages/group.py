@@ -45,7 +45,7 @@ def gpg(config: Any, x: Samples) -> Estimate:
 
 @estimator("grpo_passk", compares_group=True)
 def grpo_passk(config: Any, x: Samples) -> Estimate:
-    """The best sample of a group gets its lead over the second best, optionally / (std + ε); the others get 0."""
+    """The best of a group gets its lead over the second best, optionally / (std + ε); others 0 (arXiv 2503.19595)."""
     by_reward = x.rewards.sort(descending=True, stable=True).indices
     order = by_reward[x.group[by_reward].sort(stable=True).indices]
     first = x.group_sizes.long().cumsum(0) - x.group_sizes.long()

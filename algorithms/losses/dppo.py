@@ -1,4 +1,4 @@
-"""Divergence PPO: a trust region on the sampled token's probability in place of one on its ratio."""
+"""Divergence PPO (2026, arXiv 2602.04879): a trust region on the sampled token's probability, not on its ratio."""
 
 from typing import Any
 
