@@ -1,11 +1,16 @@
 """Sums about distributions: the policy ratio, the back-end mismatch, lag. Names and formulas: docs/algorithms.md."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from headrace.algorithms.batch import Jagged, Segments
 from headrace.algorithms.sums import Sums, count, largest, squares, total
 from headrace.algorithms.tokens import LOG_RATIO_LIMIT, LossTerms, Tokens
+
+TAIL = math.log(2)
+"""Ratios beyond 2 or below 1/2 are tails."""
 
 
 def counts(segments: Segments) -> dict[str, Tensor]:
@@ -17,13 +22,14 @@ def counts(segments: Segments) -> dict[str, Tensor]:
 def ratio_sums(x: Tokens) -> Sums:
     """new/old: moments (→ ess as PipelineRL's ``rl/ess``, chi2), KL(old ‖ new) by k1 and k3, tails."""
     log_ratio, ratio = x.log_ratio, x.ratio
-    mean, k1 = total(ratio), -total(log_ratio)
+    mean, k1, size = total(ratio), -total(log_ratio), log_ratio.abs()
     tokens = len(ratio)
     return Sums(
         per_token={
             "ratio/mean": mean,
             "ratio/second_moment": squares(ratio),
-            "ratio/mean_abs_log": total(log_ratio.abs()),
+            "ratio/mean_abs_log": total(size),
+            "ratio/tail_fraction": count(size > TAIL),
             "policy/kl_k1": k1,
             "policy/kl_k3": mean - tokens + k1,
         },
@@ -45,7 +51,7 @@ def mismatch(old: Tensor, behaviour: Tensor, segments: Segments) -> Sums:
     """
     d = (old - behaviour).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = d.exp()
-    mean, k1 = total(ratio), -total(d)
+    mean, k1, size = total(ratio), -total(d), d.abs()
     gap = (old.exp() - behaviour.exp()).abs_()
     of_sample = segments.sum(d)
     trained = segments.lengths > 0
@@ -61,6 +67,7 @@ def mismatch(old: Tensor, behaviour: Tensor, segments: Segments) -> Sums:
             "mismatch/mean": mean,
             "mismatch/second_moment": squares(ratio),
             "mismatch/kl_k1": k1,
+            "mismatch/tail_fraction": count(size > TAIL),
             "mismatch/kl_k3": mean - len(ratio) + k1,
             "mismatch/mean_abs_probability_difference": total(gap),
         },
@@ -75,7 +82,7 @@ def mismatch(old: Tensor, behaviour: Tensor, segments: Segments) -> Sums:
         },
         maxima={
             "mismatch/max": largest(ratio),
-            "mismatch/max_abs_log_ratio": largest(d.abs()),
+            "mismatch/max_abs_log_ratio": largest(size),
             "mismatch/max_abs_probability_difference": largest(gap),
             "mismatch/max_log_perplexity_difference": largest((log_ppl_old - log_ppl_behaviour)[trained]),
         },

@@ -318,4 +318,5 @@ def test_ratio_metrics_are_pipelinerls(batch, tokens):
     assert metrics["ratio/ess"] == pytest.approx(r.sum() ** 2 / (r**2).sum() / len(r))
     indicator = [np.mean((x < 0.8) | (x > 1.2)) for x in ratios if len(x)]
     assert metrics["policy/out_of_range_sample_mean"] == pytest.approx(np.mean(indicator))
+    assert metrics["ratio/tail_fraction"] == pytest.approx(np.mean((r > 2) | (r < 0.5)))
     assert metrics["policy/kl_k3"] == pytest.approx(np.mean(r - 1 - np.log(r)))
