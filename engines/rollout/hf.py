@@ -150,6 +150,10 @@ class TransformersEngine:
             "threads": str(self._spec.threads),
         }
 
+    async def watch(self) -> None:
+        """See ``RolloutEngine.watch``: this engine dies only with its process."""
+        await asyncio.get_running_loop().create_future()
+
     async def close(self) -> None:
         """Waits for the token under way and frees the worker."""
         await asyncio.to_thread(self._worker.shutdown)

@@ -5,7 +5,7 @@ import asyncio
 import concurrent.futures
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.rollout import jobs
 from headrace.engines.rollout.base import RolloutEngine
-from headrace.engines.rollout.errors import RolloutError
+from headrace.engines.rollout.errors import EngineDied, RolloutError
 from headrace.engines.rollout.render import Renderer
 from headrace.engines.rollout.spec import RolloutSpec, ServerSpec
 from headrace.engines.rpc.server import Job, JobServer
@@ -24,6 +24,8 @@ CANCEL_S = 0.25
 """How often a running job looks whether it was cancelled."""
 STATUS_S = 5.0
 """Longest time that the engine's loop may take to say what it serves."""
+LEAVE_S = 10.0
+"""Longer than the job server needs to end."""
 CLOSE_S = 30.0
 """Longest time that closing an engine may take."""
 
@@ -49,10 +51,38 @@ class RolloutHost:
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._thread.start()
         # The back end has a deadline of its own for its start.
+        self.lost: EngineDied | None = None
+        self._leave: Callable[[], None] = lambda: None
         self.engine: RolloutEngine = asyncio.run_coroutine_threadsafe(_start(spec, log_dir), self._loop).result()
+
+    def guard(self, leave: Callable[[], None]) -> None:
+        """From now on ``leave`` is called when the engine is lost."""
+        self._leave = leave
+        asyncio.run_coroutine_threadsafe(self._guard(), self._loop)
+
+    async def _guard(self) -> None:
+        try:
+            await self.engine.watch()
+        except EngineDied as error:
+            self._lose(error)
+
+    def _lose(self, error: EngineDied) -> None:
+        if self.lost is None:
+            self.lost = error
+            print(f"the rollout engine is lost: {error}", file=sys.stderr, flush=True)
+            self._leave()
 
     def execute(self, job: Job) -> dict[str, Any]:
         """Runs one job; called by JobServer."""
+        try:
+            return self._execute(job)
+        except EngineDied as error:
+            # The process leaves, so that the client sees a lost engine and starts another, not a failed job.
+            self._lose(error)
+            threading.Event().wait(LEAVE_S)
+            raise
+
+    def _execute(self, job: Job) -> dict[str, Any]:
         if job.method == "generate":
             work = jobs.generate(self.engine, self.renderer, jobs.GenerateParams(**job.params), job.progress)
         elif job.method == "evaluate":
@@ -119,11 +149,12 @@ def main() -> int:
         status=host.status,
         idle_limit_s=spec.idle_limit_s,
     )
+    host.guard(server.shutdown)
     try:
         server.run(Path(spec.endpoint), host=spec.host, port=spec.port)
     finally:
         host.close()
-    return 0
+    return 1 if host.lost else 0
 
 
 if __name__ == "__main__":

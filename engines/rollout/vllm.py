@@ -130,8 +130,8 @@ class VLLMEngine:
 
     async def _restart(self) -> None:
         """A new server in place of one whose model is half loaded."""
-        await self._server.stop()
-        self._server = VLLMServer(self._spec, self._log_dir)
+        spoiled, self._server = self._server, VLLMServer(self._spec, self._log_dir)
+        await spoiled.stop()
         await self._server.ready()
         self._spoiled = False
 
@@ -148,6 +148,16 @@ class VLLMEngine:
             "head_dtype": self._spec.head_dtype,
             "flags": " ".join(self._server.flags),
         }
+
+    async def watch(self) -> None:
+        """See ``RolloutEngine.watch``. A server that is replaced on purpose is not lost."""
+        while True:
+            server = self._server
+            try:
+                await server.watch()
+            except EngineDied:
+                if server is self._server:
+                    raise
 
     async def close(self) -> None:
         """Ends the server."""

@@ -119,6 +119,7 @@ def flags(spec: RolloutSpec) -> list[str]:
         "--enable-prefix-caching" if backend.enable_prefix_caching else "--no-enable-prefix-caching",
         "--enforce-eager" if backend.enforce_eager else "--no-enforce-eager",
         "--enable-scale-out",
+        "--disable-uvicorn-access-log",
         "--worker-extension-cls",
         "headrace.engines.rollout.vllm_worker.HeadraceWorker",
     ]

@@ -100,6 +100,9 @@ class EngineClient:
             ) from error
         if answer.status_code == 200:
             return answer.json()
+        if answer.headers.get("content-type") != "application/json":
+            # A server that is shutting down ends the requests that wait with an answer that is not the job server's.
+            raise EngineLost(f"{self.lease.role} engine at {self.lease.url} is leaving ({answer.text[:200]})")
         detail = answer.json().get("detail", answer.text)
         if answer.status_code in (404, 409):
             raise EngineLost(f"{self.lease.role} engine at {self.lease.url}: {detail}")

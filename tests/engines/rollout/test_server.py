@@ -1,10 +1,15 @@
 """A rollout engine as its host starts it: a real process, jobs over HTTP, Arrow in a store."""
 
+import asyncio
 import json
+import os
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -18,12 +23,13 @@ from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint import publish
 from headrace.engines.experience.schema import GENERATE, PROMPTS
 from headrace.engines.experience.store import Store
+from headrace.engines.guard import descendants
 from headrace.engines.process import Child
 from headrace.engines.rollout.counter import sample_seed
 from headrace.engines.rollout.errors import NoChatTemplate
 from headrace.engines.rollout.render import Renderer
 from headrace.engines.rpc.client import EngineClient
-from headrace.engines.rpc.errors import JobCancelled, JobDeadline, JobFailed
+from headrace.engines.rpc.errors import EngineLost, JobCancelled, JobDeadline, JobFailed
 
 pytestmark = pytest.mark.anyio
 
@@ -41,24 +47,28 @@ def started(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     assert child.stop() is not None
 
 
-def start(model: Path, folder: Path) -> Child:
+def start(model: Path, folder: Path, **rollout: Any) -> Child:
     spec = {
         "endpoint": str(folder / "endpoint.json"),
         "log_dir": str(folder),
         "epoch": 1,
         "token": "secret",
-        "rollout": {"model": str(model), "dtype": "float32", "backend": {"kind": "transformers", "max_batch": 6}},
+        "rollout": {
+            "model": str(model),
+            "dtype": "float32",
+            "backend": {"kind": "transformers", "max_batch": 6},
+        }
+        | rollout,
     }
     (folder / "spec.json").write_text(json.dumps(spec))
     command = [sys.executable, "-m", "headrace.engines.rollout.server", "--spec", str(folder / "spec.json")]
     return Child(command, log=folder / "engine.log", env={"HF_HUB_OFFLINE": "1"})
 
 
-def client(child: Child, folder: Path) -> EngineClient:
-    for _ in range(600):
-        if (folder / "endpoint.json").exists():
-            break
-        assert child.wait(0.1) is None, child.tail()
+def client(child: Child, folder: Path, patience_s: float = 90) -> EngineClient:
+    end = time.monotonic() + patience_s
+    while not (folder / "endpoint.json").exists():
+        assert child.wait(0.1) is None and time.monotonic() < end, child.tail()
     url = json.loads((folder / "endpoint.json").read_text())["url"]
     lease = Lease(role="rollout", epoch=1, url=url, pid=child.pid, node="here", flow_run_id="f")
     return EngineClient(lease, token="secret", attempt=1)
@@ -212,3 +222,58 @@ def test_a_tokenizer_without_chat_template_is_refused(tiny_model: Path, tmp_path
     assert "cannot start" in child.tail() and "no chat template" in child.tail()
     assert "Traceback" not in child.tail()
     child.stop()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif("HEADRACE_VLLM_PYTHON" not in os.environ, reason="HEADRACE_VLLM_PYTHON is not set")
+async def test_vllm_serves_the_same_jobs_and_its_death_is_noticed(make_model: Callable[..., Path], tmp_path: Path):
+    model, store = make_model(head_dim=32), Store(str(tmp_path / "store"))
+    child = start(model, tmp_path, **vllm())
+    try:
+        async with client(child, tmp_path, patience_s=240) as c:
+            served = await load(c, model, store)
+            made = Manifest.model_validate(await c.call("generate", params(store, "v"), job_id="v", deadline_s=60))
+            assert (await c.health())["digest"] == served["digest"] == made.info["digest"]
+        assert made.part is not None and made.part.rows == 9
+        assert "processed_logprobs" in made.info["fingerprint"]["flags"]
+        started = descendants(child.pid)
+        assert len(started) >= 4  # our server, vLLM's guard, its API process, its engine
+        running = params(store, "w", n=64, max_tokens=450)
+        asking = asyncio.create_task(client(child, tmp_path).call("generate", running, job_id="w", deadline_s=60))
+        await asyncio.sleep(1)
+        guard = descendants(json.loads((tmp_path / "endpoint.json").read_text())["pid"])[0]
+        os.kill(descendants(guard)[0], signal.SIGKILL)
+        with pytest.raises(EngineLost):
+            await asking
+        assert child.wait(30) == 1
+        assert "the rollout engine is lost: vLLM" in child.tail(200)
+        await gone(started)
+    finally:
+        child.stop()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif("HEADRACE_VLLM_PYTHON" not in os.environ, reason="HEADRACE_VLLM_PYTHON is not set")
+async def test_vllm_dies_with_its_host(make_model: Callable[..., Path], tmp_path: Path):
+    child = start(make_model(head_dim=32), tmp_path, **vllm())
+    try:
+        await client(child, tmp_path, patience_s=240).__aexit__()
+        started = descendants(child.pid)
+        os.kill(json.loads((tmp_path / "endpoint.json").read_text())["pid"], signal.SIGKILL)
+        await gone(started)
+    finally:
+        child.stop()
+
+
+def vllm() -> dict[str, Any]:
+    backend = {"kind": "vllm", "max_model_len": 512, "max_num_seqs": 16, "kv_cache_memory_bytes": 100_000_000}
+    return {"python": os.environ["HEADRACE_VLLM_PYTHON"], "backend": backend}
+
+
+async def gone(pids: list[int]) -> None:
+    """Returns when none of the processes is left."""
+    async with asyncio.timeout(30):
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            await asyncio.sleep(0.05)
