@@ -52,7 +52,7 @@ class Crew:
                 result, error = {}, raised
             self._report(error)
             failed = self._outcomes(self._deadline_s)
-            self._gang.store.delete_key(_job(self._number))
+            self._forget(self._number - 1)
             if error is not None:
                 raise error
             if failed:
@@ -113,9 +113,13 @@ class Crew:
             os._exit(1)
         store, number = self._gang.store, self._number
         said = {rank: store.get(_outcome(number, rank)).decode() for rank in range(self._gang.size)}
-        for rank in said:
-            store.delete_key(_outcome(number, rank))
         return {rank: text for rank, text in said.items() if text}
+
+    def _forget(self, number: int) -> None:
+        """Deletes a job's keys. Only those before the last: another rank may still look at the last one's."""
+        if number:
+            for key in (_job(number), *(_outcome(number, rank) for rank in range(self._gang.size))):
+                self._gang.store.delete_key(key)
 
     def _wait_for_all(self, timeout_s: float) -> None:
         keys = [_outcome(self._number, rank) for rank in range(self._gang.size)]

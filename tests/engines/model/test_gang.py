@@ -50,9 +50,14 @@ def test_a_new_process_continues_bit_for_bit(run_gang: RunGang, tiny_model: Path
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in weights(tmp_path / "whole").items())
 
 
-def test_state_of_two_ranks_loads_on_one(run_gang: RunGang, tiny_model: Path, tmp_path: Path, gang: Gang) -> None:
-    state, spec = tmp_path / "state", {"model": str(tiny_model), **FLOAT32}
-    logprobs = run_gang([("train", 0), ("save", str(state)), ("logprobs", 9)], ranks=2, **spec)[-1]
+def test_state_moves_between_one_rank_and_two(run_gang: RunGang, tiny_model: Path, tmp_path: Path, gang: Gang) -> None:
+    first, state, spec = tmp_path / "first", tmp_path / "state", {"model": str(tiny_model), **FLOAT32}
+    engine = FSDP2Engine(EngineSpec.model_validate(spec), gang)
+    engine.save(first, cursor=3)
+    before = engine.logprobs(random_samples(seed=9), "policy").tolist()
+    actions = [("train", 7), ("load", str(first)), ("logprobs", 9), ("train", 0), ("save", str(state)), ("logprobs", 9)]
+    _, cursor, loaded, _, logprobs = run_gang(actions, ranks=2, **spec)
+    assert cursor == 3 and loaded == pytest.approx(before, abs=1e-5)
     engine = FSDP2Engine(EngineSpec.model_validate(spec), gang)
     assert engine.load(state) == 11
     assert engine.train_step == 1
