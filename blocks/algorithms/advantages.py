@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.blocks.algorithms.choice import Choice
 
@@ -13,6 +13,14 @@ class Estimator(Choice):
     """How rewards become advantages."""
 
     family: ClassVar[str] = "advantage"
+
+    @model_validator(mode="after")
+    def _epsilon_needs_std(self) -> "Estimator":
+        field = type(self).model_fields.get("epsilon")
+        changed = field is not None and getattr(self, "epsilon", None) != field.default
+        if changed and not getattr(self, "std", True):
+            raise ValueError("'epsilon' has no effect with std: false: remove it, or set std: true")
+        return self
 
 
 class GRPO(Estimator):

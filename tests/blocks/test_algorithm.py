@@ -87,6 +87,7 @@ def test_overrides_of_single_settings_and_of_whole_sections():
         (bounded({"kind": "truncate", "low": 0.5}), "'low' has no effect with bound 'truncate'"),
         (bounded({"kind": "mask", "low": 5, "high": 1}), "no weight would be left"),
         (rejecting({"kind": "ratio", "level": "sequence-max", "low": 0.5, "high": 2}), "sequence-mean"),
+        ({"advantage": {"std": False, "epsilon": 1e-3}}, "'epsilon' has no effect with std: false"),
         ({"preset": "dr_grpo"}, "constant"),
         ({"advantage": None}, "needs an 'advantage'"),
         ({"aggregation": None}, "needs an 'aggregation'"),
