@@ -74,7 +74,7 @@ REF_LOGPROB = pa.schema([UID, _field("ref_logprobs", floats, "reference model's 
 ADVANTAGE = pa.schema(
     [
         UID,
-        _field("advantages", floats, "advantage of each token"),
+        _field("advantages", floats, "advantage of each token; NaN = not trained on, though its sample is"),
         _field("accepted", pa.bool_(), "False: the sample is in neither loss nor denominators"),
         _field("drop_reason", pa.string(), "why it was not accepted", nullable=True),
     ]

@@ -20,8 +20,8 @@ from headrace.engines.model.gang import Gang
 
 GRACE_S = 30.0
 """How long a rank that failed waits for the others to end the job as well."""
-LISTEN_S = 60.0
-"""How long one look for the next job lasts; the store's connection is noticed to be dead at the latest then."""
+LISTEN_S = 600.0
+"""How long one look for the next job lasts. A dead store is noticed at once."""
 
 Run = Callable[[str, dict[str, Any]], dict[str, Any]]
 
