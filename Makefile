@@ -18,7 +18,7 @@ test: dev model vllm-env
 	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest
 
 lint: dev
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
 
 install: $(VENV)/.installed-cpu
 dev: $(VENV)/.installed-dev

@@ -29,8 +29,6 @@ def command_and_spec(
     threads = place.threads or max(1, min(MAX_THREADS, (os.cpu_count() or 1) // place.world_size))
     env = {
         "OMP_NUM_THREADS": str(threads),
-        # Threads that wait do not spin: engines take turns on the same cores.
-        "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -57,9 +55,10 @@ def command_and_spec(
         temperature=recipe.rollout.temperature,
         seed=recipe.seed,
     )
-    gang = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(place.world_size)]
     spec = model.ServerSpec(**served, engine=engine)
-    return [*gang, "-m", "headrace.engines.model.server"], env, spec.model_dump(mode="json")
+    gang = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(place.world_size), "-m"]
+    program = [*(gang if place.world_size > 1 else []), "headrace.engines.model.server"]
+    return [python, "-m", *program], env, spec.model_dump(mode="json")
 
 
 def _rollout(recipe: Recipe, place: Role, threads: int) -> rollout.RolloutSpec:

@@ -101,8 +101,11 @@ class Campaign:
     @property
     def needs_old_logprob(self) -> bool:
         """With one optimizer step in an iteration, old is what the step's own forward pass gives."""
-        kl = self.recipe.algorithm.kl
-        return self.recipe.train.minibatches > 1 or (kl is not None and kl.kind == "reward")
+        algorithm = self.recipe.algorithm
+        in_advantage = (algorithm.kl is not None and algorithm.kl.kind == "reward") or (
+            algorithm.correction is not None and bool(algorithm.correction.reject)
+        )
+        return self.recipe.train.minibatches > 1 or in_advantage
 
     def evaluation_is_due(self, version: int) -> bool:
         """Before the first iteration, after the last, and as often as the recipe says."""

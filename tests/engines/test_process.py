@@ -75,4 +75,5 @@ def test_exit_status_and_log_tail_are_the_childs(tmp_path):
     child = Child([sys.executable, "-c", "print('last words'); raise SystemExit(7)"], log=tmp_path / "log")
     assert child.wait(10) == 7 and "last words" in child.tail()
     killed = Child([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], log=tmp_path / "log2")
-    assert describe_exit(killed.wait(10)) == "SIGKILL"
+    code = killed.wait(10)
+    assert code is not None and describe_exit(code) == "SIGKILL"
