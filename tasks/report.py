@@ -42,7 +42,6 @@ async def report(step: int, served: list[Served]) -> None:
     row["seconds/sync-weights"] = max((s.seconds for s in served), default=0.0)
     row["policy_lag"] = 0.0
     c.reported_at = now
-    await asyncio.to_thread(c.history.add, row)
     c.progress.update(iteration=step + 1, stage="report", **{name: row[name] for name in SHOWN if name in row})
     table = stage_table(row, c.attempts)
     c.attempts.clear()
@@ -60,7 +59,8 @@ def complete_history(c: Campaign) -> None:
 async def _show(
     c: Campaign, step: int, row: dict[str, float], table: list[dict[str, object]], stages: dict[str, list[Manifest]]
 ) -> None:
-    """Artifacts, while the engines work on the next iteration."""
+    """History and artifacts, while the engines work on the next iteration."""
+    await asyncio.to_thread(c.history.add, row)
     await acreate_table_artifact(table, key=f"{c.id}-iteration", description=f"Iteration {step}")
     text = await asyncio.to_thread(_samples, c, stages)
     await acreate_markdown_artifact(text, key=f"{c.id}-samples", description=f"Samples of iteration {step}")
@@ -89,6 +89,7 @@ async def show_curves(c: Campaign) -> None:
 async def finish(model: str) -> dict[str, object]:
     """Writes the summary of the campaign, and its last picture."""
     c = current()
+    await c.settle()
     rows = c.history.rows()
     rewards = [row["reward"] for row in rows if "reward" in row]
     summary: dict[str, object] = {
@@ -109,7 +110,6 @@ async def finish(model: str) -> dict[str, object]:
             "samples": _before_and_after(c, first, last),
         }
     c.store.put("summary.json", json.dumps(summary, indent=1).encode())
-    await c.settle()
     await show_curves(c)
     c.progress.update(stage="finished")
     return summary

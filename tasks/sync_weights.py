@@ -14,4 +14,5 @@ async def sync_weights(version: int, trained: Manifest | None = None) -> list[Se
     """
     c = current()
     c.progress.update(stage="sync-weights")
+    c.start_deferred()
     return await c.engines.sync_all()

@@ -1,5 +1,6 @@
 """One training step of the actor on an iteration's batch. Asked twice for a step, the optimizer steps once."""
 
+import asyncio
 import json
 import shutil
 
@@ -44,7 +45,7 @@ async def train(
         train_job_path(step), json.dumps({"store": c.url, "key": key, "step": step, "shard": 0, **params}).encode()
     )
     made = await run_job("actor", 0, "train", "train", step, 0, key, params)
-    record_groups(c, step, advantages, made.key)
+    c.defer(asyncio.to_thread(record_groups, c, step, advantages, made.key))
     return made
 
 
