@@ -70,7 +70,7 @@ def test_all_errors_at_once_with_their_paths():
         {"train": {"optim": {"schedule": "constant", "min_ratio": 0.1}}},
         {"evaluate": {"problems": 0, "every": 5}},
         {"roles": {"reference": {"pool": "actor"}}},
-        {"rollout": {"shards": 9}},
+        {"rollout": {"shards": 17}},
         {"roles": {"rollout": {"pool": "rollout", "engines": 3}}},
     ],
 )
