@@ -141,7 +141,7 @@ class Correction(Strict):
 
 
 class EqualRewards(Strict):
-    """Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing; they are dropped and replaced."""
+    """Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing; they are dropped and counted."""
 
     kind: Literal["equal_rewards"] = "equal_rewards"
     tolerance: float = Field(default=0.0, ge=0)
