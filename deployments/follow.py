@@ -29,7 +29,7 @@ NUMBERS = [
     ("overhead s", "overhead_seconds", ".2f"),
 ]
 """What the live display shows: label, field of the progress file, format."""
-REFRESH_S = 0.5
+REFRESH_S = 1.0
 STATE_EVERY_S = 3.0
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
@@ -109,7 +109,7 @@ def _start(console: Console, api: str, recipe: Recipe, given: dict[str, Any], id
 def _watch(console: Console, api: str, run: str, folder: Path, recipe: Recipe) -> dict[str, Any]:
     state: dict[str, Any] = {"type": "PENDING", "name": "Pending"}
     asked, gone = 0.0, 0
-    with Live(console=console, refresh_per_second=4, transient=False) as live:
+    with Live(console=console, refresh_per_second=1, transient=False) as live:
         while state["type"] not in FINAL:
             if time.monotonic() - asked > STATE_EVERY_S:
                 asked = time.monotonic()
