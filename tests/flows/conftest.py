@@ -54,7 +54,7 @@ class Stack:
         while time.monotonic() < end:
             if reached(p := self.progress(campaign)):
                 return p
-            time.sleep(0.02)
+            time.sleep(0.002)  # some stages take a few milliseconds
         raise AssertionError(f"campaign {campaign} did not get there; it is at {self.progress(campaign)}")
 
 

@@ -55,7 +55,7 @@ def test_the_campaign_goes_on_by_itself(stack, tiny_recipe, what):
 def test_the_same_command_continues_after_the_flow_was_killed(stack, tiny_recipe, stage):
     campaign = f"killed-in-{stage.replace(' ', '-')}"
     following = stack.start("run", str(tiny_recipe), "--campaign", campaign)
-    at = 0 if stage == "start engines" else 3
+    at = 0 if stage == "start engines" else 2
     stack.wait_for(campaign, lambda p: p.get("iteration", -1) >= at and p["stage"] == stage)
     _kill(stack, campaign, "flow")
     out, _ = following.communicate(timeout=120)
