@@ -128,7 +128,10 @@ class Campaign:
         self._deferred.append(work)
 
     def start_deferred(self) -> None:
-        """Runs what was deferred beside whatever the flow waits for now."""
+        """Runs what was deferred beside whatever the flow waits for now; raises what earlier such work raised."""
+        for ended in [work for work in self._background if work.done()]:
+            self._background.remove(ended)
+            ended.result()
         self._background += [asyncio.ensure_future(work) for work in self._deferred]
         self._deferred.clear()
 

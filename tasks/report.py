@@ -4,9 +4,13 @@ import asyncio
 import base64
 import json
 import time
+from collections.abc import Coroutine
+from typing import Any
 
+import httpx
 from prefect.artifacts import acreate_image_artifact, acreate_markdown_artifact, acreate_table_artifact
 from prefect.events import emit_event
+from prefect.logging import get_run_logger
 
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.weights import Served
@@ -61,13 +65,21 @@ async def _show(
 ) -> None:
     """History and artifacts, while the engines work on the next iteration."""
     await asyncio.to_thread(c.history.add, row)
-    await acreate_table_artifact(table, key=f"{c.id}-iteration", description=f"Iteration {step}")
+    await _in_ui(acreate_table_artifact(table, key=f"{c.id}-iteration", description=f"Iteration {step}"))
     text = await asyncio.to_thread(_samples, c, stages)
-    await acreate_markdown_artifact(text, key=f"{c.id}-samples", description=f"Samples of iteration {step}")
+    await _in_ui(acreate_markdown_artifact(text, key=f"{c.id}-samples", description=f"Samples of iteration {step}"))
     emit_event("headrace.iteration.metrics", resource={"prefect.resource.id": f"headrace.campaign.{c.id}"}, payload=row)
     await asyncio.to_thread(write_tensorboard, c.folder / "tensorboard", [row])
     if (step + 1) % PICTURE_EVERY == 0:
         await show_curves(c)
+
+
+async def _in_ui(artifact: Coroutine[Any, Any, object]) -> None:
+    """Creates an artifact. A server that is away costs the picture, not the campaign."""
+    try:
+        await artifact
+    except httpx.HTTPError as error:
+        get_run_logger().warning("the Prefect server took no artifact: %s. The figures are in the store", error)
 
 
 def _samples(c: Campaign, stages: dict[str, list[Manifest]]) -> str:
@@ -82,7 +94,7 @@ async def show_curves(c: Campaign) -> None:
     )
     (c.folder / "curves.png").write_bytes(png)
     url = "data:image/png;base64," + base64.b64encode(png).decode()
-    await acreate_image_artifact(url, key=f"{c.id}-curves", description=f"Campaign {c.id}")
+    await _in_ui(acreate_image_artifact(url, key=f"{c.id}-curves", description=f"Campaign {c.id}"))
 
 
 @stage("finish", "finish")
