@@ -40,14 +40,14 @@ def covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> f
 def iteration_row(c: Campaign, stages: dict[str, list[Manifest]]) -> dict[str, float]:
     """One row of the campaign's history: what was trained, how well, and how long each stage took.
 
-    A stage's seconds are those inside its engine, summed over shards.
+    A stage's seconds are those in which an engine worked on any of its shards.
     """
     train, advantage = stages["train"][0], stages["advantage"][0]
     row: dict[str, float] = {"step": float(train.step), "at": time.time()}
     row |= {name: value for name, value in advantage.metrics.items() if name != "seconds"}
     row |= {name: value for name, value in train.metrics.items() if name != "seconds"}
     for stage, made in stages.items():
-        row[f"seconds/{stage}"] = sum(m.metrics.get("seconds", 0.0) for m in made)
+        row[f"seconds/{stage}"] = _seconds([m.metrics for m in made])
     for stage, names in SUMMED.items():
         row |= {name: sum(m.metrics.get(name, 0.0) for m in stages[stage]) for name in names}
     if "reward/mean" in row:
@@ -58,3 +58,11 @@ def iteration_row(c: Campaign, stages: dict[str, list[Manifest]]) -> dict[str, f
     samples = row["samples"] or 1.0
     row["response_length"] = row["tokens"] / samples
     return row
+
+
+def _seconds(shards: list[dict[str, float]]) -> float:
+    """Shards that say when they began may have run at the same time; others ran one after another."""
+    if all("began" in shard for shard in shards):
+        spans = [(shard["began"], shard["began"] + shard["seconds"]) for shard in shards]
+        return covered(spans, min(spans)[0], max(end for _, end in spans))
+    return sum(shard.get("seconds", 0.0) for shard in shards)

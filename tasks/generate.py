@@ -4,7 +4,7 @@ from headrace.blocks.manifest import Manifest
 from headrace.tasks.campaign import current
 from headrace.tasks.stage import run_job, stage
 
-CODE = "1"
+CODE = "2"
 
 
 @stage("generate", "generate[{step}/{shard}]")
@@ -13,19 +13,25 @@ async def generate(step: int, shard: int, prompts: Manifest) -> Manifest:
     c = current()
     recipe = c.recipe
     rows = recipe.prompts
-    start, stop = (rows * at // recipe.rollout.shards for at in (shard, shard + 1))
+    shards, engines = recipe.rollout.shards, recipe.roles.rollout.engines
+    index = shard % engines
+    # The shards of one engine; what an engine samples in one batch decides how it rounds.
+    cohort = [[rows * one // shards, rows * (one + 1) // shards] for one in range(index, shards, engines)]
+    start, stop = cohort[shard // engines]
     # Where and how fast it runs is not part of what is made, apart from the back end itself.
     config = {
         "rollout": recipe.rollout.model_dump(mode="json", exclude={"shards"}),
         "model": recipe.model.model_dump(mode="json"),
         "seed": recipe.seed,
         "rows": [start, stop],
+        "cohort": cohort,
     }
     key = c.key("generate", CODE, config, [prompts.key])
     params = {
         "prompts": prompts.model_dump(),
         "start": start,
         "stop": stop,
+        "cohort": cohort,
         "n": recipe.rollout.n,
         "temperature": recipe.rollout.temperature,
         "max_tokens": recipe.rollout.max_tokens,
@@ -34,7 +40,6 @@ async def generate(step: int, shard: int, prompts: Manifest) -> Manifest:
         "inputs": [prompts.key],
     }
     c.start_deferred()
-    index = shard % recipe.roles.rollout.engines
     made = await run_job("rollout", index, "generate", "generate", step, shard, key, params)
     first = step * rows
     c.ledger.committed(step, shard, list(range(first + start, first + stop)), made.key)

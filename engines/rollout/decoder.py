@@ -1,6 +1,7 @@
 """Forward passes of the served model: prompts, and one token of every live sample."""
 
 from collections.abc import Sequence
+from os.path import commonprefix
 from pathlib import Path
 
 import torch
@@ -45,35 +46,49 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[PromptCache]]:
-        """Runs several sequences at once, without padding in the matrix products.
+        """Runs several sequences at once, without padding in the matrix products; what all begin with is run once.
 
         Returns:
             Hidden states of the last token of each prompt, [prompts, hidden], and the caches of all.
         """
-        lengths = [len(p) for p in prompts]
+        common = len(commonprefix(prompts)) if len(prompts) > 1 else 0  # noqa: RUF071, these are tokens
+        shared = min(common, min(map(len, prompts)) - 1)
+        lengths = [len(p) - shared for p in prompts]
         batch, longest, a = len(prompts), max(lengths), self.arch
+        # Places of the tokens that follow the shared ones in a table [batch, longest], padded on the right.
         rows = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)]).to(self.device)
-        positions = rows % longest
+        positions = torch.cat([torch.arange(shared, device=self.device), shared + rows % longest])
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
-        ids = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+        tokens = [*prompts[0][:shared], *(token for prompt in prompts for token in prompt[shared:])]
+        ids = torch.tensor(tokens, device=self.device)
         padded = torch.zeros(
             batch * longest, a.heads + 2 * a.kv_heads, a.head_dim, dtype=self.dtype, device=self.device
         )
-        keys = torch.empty(a.layers, batch, a.kv_heads, a.head_dim, longest, dtype=self.dtype, device=self.device)
-        values = torch.empty(a.layers, batch, a.kv_heads, longest, a.head_dim, dtype=self.dtype, device=self.device)
+        length = shared + longest
+        keys = torch.empty(a.layers, batch, a.kv_heads, a.head_dim, length, dtype=self.dtype, device=self.device)
+        values = torch.empty(a.layers, batch, a.kv_heads, length, a.head_dim, dtype=self.dtype, device=self.device)
+        seen = torch.ones(longest, length, dtype=torch.bool, device=self.device).tril(shared)
+        split = [a.heads, a.kv_heads, a.kv_heads]
         x = F.embedding(ids, self.parameters.embedding)
         for index, layer in enumerate(self.parameters.layers):
-            padded[rows] = self._heads(layer, x, cos, sin)
-            # [batch, heads, longest, head_dim]; padding is on the right, where a causal mask hides it
-            q, k, v = (
-                padded.view(batch, longest, -1, a.head_dim).transpose(1, 2).split([a.heads, a.kv_heads, a.kv_heads], 1)
-            )
+            heads = self._heads(layer, x, cos, sin)
+            padded[rows] = heads[shared:]
+            # [batch, heads, longest, head_dim]; what is padded lies in the future of every token
+            q, k, v = padded.view(batch, longest, -1, a.head_dim).transpose(1, 2).split(split, 1)
+            attended = []
+            if shared:
+                q0, k0, v0 = heads[:shared].transpose(0, 1)[None].split(split, 1)
+                attended.append(self._attend(q0, k0, v0, None)[0].transpose(0, 1).reshape(shared, -1))
+                k = torch.cat([k0.expand(batch, -1, -1, -1), k], 2)
+                v = torch.cat([v0.expand(batch, -1, -1, -1), v], 2)
             keys[index], values[index] = k.transpose(2, 3), v
-            attended = F.scaled_dot_product_attention(q, self._repeat(k), self._repeat(v), is_causal=True)
-            attended = attended.transpose(1, 2).reshape(batch * longest, -1)[rows]
-            x = self._mlp(layer, x + F.linear(attended, layer.output, layer.output_bias))
-        last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
-        caches = [PromptCache(keys[:, i, ..., :n], values[:, i, :, :n]) for i, n in enumerate(lengths)]
+            rest = self._attend(q, k, v, seen if shared else None)
+            attended.append(rest.transpose(1, 2).reshape(batch * longest, -1)[rows])
+            x = self._mlp(layer, x + F.linear(torch.cat(attended), layer.output, layer.output_bias))
+        last = shared + torch.tensor(lengths, device=self.device).cumsum(0) - 1
+        caches = [
+            PromptCache(keys[:, i, ..., : shared + n], values[:, i, :, : shared + n]) for i, n in enumerate(lengths)
+        ]
         return x[last], caches
 
     @torch.inference_mode()
@@ -128,6 +143,12 @@ class Decoder:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.arch.norm_eps)
         return weight * wide.to(x.dtype)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        """[batch, heads, n, d] over keys and values [batch, kv_heads, m, d]; seen: bool [n, m], None = causal."""
+        return F.scaled_dot_product_attention(
+            q, self._repeat(k), self._repeat(v), attn_mask=seen, is_causal=seen is None
+        )
 
     def _repeat(self, x: torch.Tensor) -> torch.Tensor:
         """Key or value heads repeated for their queries: [batch, kv_heads, n, d] → [batch, heads, n, d]."""

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ from headrace.blocks.manifest import Manifest
 from headrace.engines.experience.schema import GENERATE
 from headrace.engines.experience.store import Store
 from headrace.engines.rollout.base import Completion, Group, Request, RolloutEngine, Sampling
+from headrace.engines.rollout.cohort import Cohorts
 from headrace.engines.rollout.counter import sample_seed
 from headrace.engines.rollout.errors import RolloutError, WrongVersion
 from headrace.engines.rollout.render import Renderer
@@ -34,6 +36,9 @@ class _Sample(BaseModel):
     """First row of the prompts table."""
     stop: int
     """One after its last row."""
+    cohort: list[tuple[int, int]] = []
+    """Rows (start, stop) of all jobs that a deterministic engine samples in one batch, in order, this one's among them.
+    Empty = this job alone."""
     max_tokens: int
     campaign_seed: int
     version: int
@@ -52,19 +57,27 @@ class EvaluateParams(_Sample):
     """Job ``evaluate``: one greedy answer to each prompt."""
 
 
-async def generate(engine: RolloutEngine, renderer: Renderer, params: GenerateParams, progress: Progress) -> Manifest:
+@dataclass(frozen=True)
+class Bench:
+    """What the jobs of one host work with."""
+
+    engine: RolloutEngine
+    renderer: Renderer
+    cohorts: Cohorts
+
+
+async def generate(bench: Bench, params: GenerateParams, progress: Progress) -> Manifest:
     """Samples groups and commits them under stage ``generate``; see ``_sample``."""
-    return await _sample(engine, renderer, "generate", params, params.n, params.temperature, progress)
+    return await _sample(bench, "generate", params, params.n, params.temperature, progress)
 
 
-async def evaluate(engine: RolloutEngine, renderer: Renderer, params: EvaluateParams, progress: Progress) -> Manifest:
+async def evaluate(bench: Bench, params: EvaluateParams, progress: Progress) -> Manifest:
     """Answers greedily and commits under stage ``evaluate``; see ``_sample``."""
-    return await _sample(engine, renderer, "evaluate", params, 1, 0.0, progress)
+    return await _sample(bench, "evaluate", params, 1, 0.0, progress)
 
 
 async def _sample(
-    engine: RolloutEngine,
-    renderer: Renderer,
+    bench: Bench,
     stage: str,
     params: _Sample,
     n: int,
@@ -77,7 +90,7 @@ async def _sample(
         WrongVersion: the engine serves other weights than asked for.
         RolloutError: samples were aborted; nothing is committed.
     """
-    store = Store(params.store)
+    engine, renderer, store = bench.engine, bench.renderer, Store(params.store)
     if (done := store.lookup(stage, params.step, params.shard, params.key)) is not None:
         return done
     served = await engine.served()
@@ -87,28 +100,34 @@ async def _sample(
             f"{f'version {served.version}' if served else 'none yet'}: sync the weights first"
         )
     assert params.prompts.part is not None
-    prompts = store.read_table(params.prompts.part).slice(params.start, params.stop - params.start).to_pylist()
+    table = store.read_table(params.prompts.part)
+    own = (params.start, params.stop)
+    # What the engine's batch holds decides how it rounds: a deterministic engine always gets the whole cohort.
+    batch = params.cohort if params.cohort and engine.deterministic else [own]
     sampling = Sampling(temperature, params.max_tokens, renderer.stop_token_ids)
-    rendered = {row["group_id"]: renderer.render(row["messages"]) for row in prompts}
-    requests = [
-        Request(
-            group=row["group_id"],
-            prompt_ids=rendered[row["group_id"]][1],
-            seeds=[sample_seed(params.campaign_seed, row["group_id"], sample) for sample in range(n)],
-            sampling=sampling,
-        )
-        for row in prompts
-    ]
-    began = time.monotonic()
+    prompts: list[dict[str, Any]] = []
+    requests: list[Request] = []
+    everyone: list[Request] = []
+    texts: dict[int, str] = {}
+    for start, stop in batch:
+        for row in table.slice(start, stop - start).to_pylist():
+            text, ids = renderer.render(row["messages"])
+            seeds = [sample_seed(params.campaign_seed, row["group_id"], sample) for sample in range(n)]
+            everyone.append(Request(row["group_id"], ids, seeds, sampling))
+            if (start, stop) == own:
+                prompts.append(row)
+                requests.append(everyone[-1])
+                texts[row["group_id"]] = text
+    began, clock = time.time(), time.monotonic()
     groups: dict[int, Group] = {}
     tokens = 0
-    async for group in engine.generate(requests):
+    async for group in bench.cohorts.groups(everyone, set(texts), served.version):
         groups[group.group] = group
         tokens += sum(len(completion.token_ids) for completion in group.completions)
         progress(groups=len(groups), of=len(requests), tokens=tokens)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - clock
     rows = [
-        _row(prompt, request, completion, rendered[request.group][0], renderer)
+        _row(prompt, request, completion, texts[request.group], renderer)
         for prompt, request in zip(prompts, requests, strict=True)
         for completion in groups[request.group].completions
     ]
@@ -133,6 +152,7 @@ async def _sample(
                 "samples": len(rows),
                 "tokens": tokens,
                 "prompt_tokens": sum(len(request.prompt_ids) for request in requests),
+                "began": began,
                 "seconds": seconds,
                 "tokens_per_second": tokens / seconds,
                 "mean_length": tokens / len(rows),

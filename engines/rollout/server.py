@@ -15,6 +15,7 @@ from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.rollout import jobs
 from headrace.engines.rollout.base import RolloutEngine
+from headrace.engines.rollout.cohort import Cohorts
 from headrace.engines.rollout.errors import EngineDied, RolloutError
 from headrace.engines.rollout.render import Renderer
 from headrace.engines.rollout.spec import RolloutSpec, ServerSpec
@@ -28,6 +29,9 @@ LEAVE_S = 10.0
 """Longer than the job server needs to end."""
 CLOSE_S = 30.0
 """Longest time that closing an engine may take."""
+
+JOBS = 32
+"""Jobs at the same time, so that the engine's batch is never short of work."""
 
 T = TypeVar("T")
 
@@ -46,7 +50,7 @@ class RolloutHost:
 
     def __init__(self, spec: RolloutSpec, log_dir: Path) -> None:
         """Starts the engine; blocks until it can serve."""
-        self.renderer = Renderer(Path(spec.model))
+        renderer = Renderer(Path(spec.model))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._thread.start()
@@ -54,6 +58,7 @@ class RolloutHost:
         self.lost: EngineDied | None = None
         self._leave: Callable[[], None] = lambda: None
         self.engine: RolloutEngine = asyncio.run_coroutine_threadsafe(_start(spec, log_dir), self._loop).result()
+        self.bench = jobs.Bench(self.engine, renderer, Cohorts(self.engine))
 
     def guard(self, leave: Callable[[], None]) -> None:
         """From now on ``leave`` is called when the engine is lost."""
@@ -84,9 +89,9 @@ class RolloutHost:
 
     def _execute(self, job: Job) -> dict[str, Any]:
         if job.method == "generate":
-            work = jobs.generate(self.engine, self.renderer, jobs.GenerateParams(**job.params), job.progress)
+            work = jobs.generate(self.bench, jobs.GenerateParams(**job.params), job.progress)
         elif job.method == "evaluate":
-            work = jobs.evaluate(self.engine, self.renderer, jobs.EvaluateParams(**job.params), job.progress)
+            work = jobs.evaluate(self.bench, jobs.EvaluateParams(**job.params), job.progress)
         elif job.method == "load_weights":
             load = LoadParams(**job.params)
             work = self.engine.load_weights(load.source, deadline_s=load.deadline_s)
@@ -147,6 +152,7 @@ def main() -> int:
         epoch=spec.epoch,
         token=spec.token,
         status=host.status,
+        workers=JOBS,
         idle_limit_s=spec.idle_limit_s,
     )
     host.guard(server.shutdown)
