@@ -16,6 +16,7 @@ from headrace.algorithms.errors import AlgorithmError
 from headrace.algorithms.inputs import Inputs
 from headrace.algorithms.kl import kl_estimate
 from headrace.algorithms.losses import resolve
+from headrace.algorithms.parity import mismatch_clips
 from headrace.algorithms.preference import dpo
 from headrace.algorithms.sums import Sums, finish_metrics, total
 from headrace.algorithms.tokens import LossTerms, Tokens
@@ -125,6 +126,7 @@ def _importance(config: Any, x: Inputs, denominators: Denominators, sums: Sums) 
     old, behaviour = x.need("old", "the mismatch"), x.get("behaviour")
     if behaviour is not None:
         sums.add(diagnostics.mismatch(old, behaviour, x.segments))
+        sums.add(mismatch_clips(config.loss, old=old, behaviour=behaviour, segments=x.segments))
     if config.correction is None or config.correction.importance is None:
         return None
     wanted = config.correction.importance

@@ -21,3 +21,5 @@ class Lease(BaseModel):
     """Host name of the machine that the engine runs on."""
     flow_run_id: str
     """The host's flow run; its log holds the engine's."""
+    recipe: str = "recipe.json"
+    """Path below the campaign's store of the recipe that the engine was started with."""

@@ -8,6 +8,7 @@ from headrace.blocks.algorithms import Algorithm
 from headrace.blocks.base import Strict
 from headrace.blocks.data import DataSpec
 from headrace.blocks.inheritance import with_base
+from headrace.blocks.parity import CLIPPING, Parity
 from headrace.blocks.reward import RewardSpec
 
 
@@ -80,6 +81,12 @@ class VLLMRollout(Strict):
     """No compilation: starts fast. Set false for long campaigns on GPUs."""
     enable_prefix_caching: bool = False
     """Reuse of KV between requests; reset at every weight update."""
+    enable_chunked_prefill: bool | None = None
+    """Long prompts are computed in pieces, beside decoding. Left out: on GPUs; vLLM cannot on CPUs."""
+    async_scheduling: bool | None = None
+    """The next step is scheduled while one runs. Left out: on GPUs; vLLM cannot on CPUs."""
+    batch_invariant: bool = False
+    """Kernels whose result does not depend on what else is in the batch: slower; only on GPUs."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """What the engine reports: raw ignores the temperature and is wrong for training unless the temperature is 1."""
 
@@ -198,6 +205,7 @@ class Recipe(Strict):
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     weights: Weights = Weights()
+    parity: Parity = Parity()
     deadlines: Deadlines = Deadlines()
 
     @model_validator(mode="before")
@@ -230,6 +238,14 @@ class Recipe(Strict):
         ):
             problems.append(
                 "rollout.backend.logprobs_mode: raw_logprobs is wrong for training at a temperature other than 1"
+            )
+        if isinstance(backend, VLLMRollout) and not self.roles.rollout.gpus:
+            on = [s for s in ("enable_chunked_prefill", "async_scheduling", "batch_invariant") if getattr(backend, s)]
+            if on:
+                problems.append(f"rollout.backend.{' and '.join(on)}: vLLM has no such thing on CPUs; remove it")
+        if self.parity.bounds.clip_fraction is not None and self.algorithm.loss.kind not in CLIPPING:
+            problems.append(
+                f"parity.bounds.clip_fraction has no effect: loss {self.algorithm.loss.kind} has no clip bounds"
             )
         if problems:
             raise ValueError("; ".join(problems))

@@ -34,7 +34,14 @@ class EngineDied(RuntimeError):
 
 @flow(name="engine-host", flow_run_name="{role}-{index}-{campaign}", persist_result=False)
 async def engine_host(
-    campaign: str, role: str, index: int, epoch: int, attempt: int, store: str, block: str = ""
+    campaign: str,
+    role: str,
+    index: int,
+    epoch: int,
+    attempt: int,
+    store: str,
+    block: str = "",
+    recipe: str = "recipe.json",
 ) -> None:
     """Holds one engine of a campaign until it is shut down, is idle for too long, or dies.
 
@@ -46,12 +53,13 @@ async def engine_host(
         attempt: the campaign's attempt that asked for it.
         store: URL of the campaign's store, where recipe, token and lease lie.
         block: the recipe's ``block:NAME``, whose credentials the store needs; empty = none.
+        recipe: path below the store of the recipe that says how the engine is started.
     """
     log = get_run_logger()
     if block:
         store_url(block)
     campaign_store = Store(store)
-    recipe = Recipe.model_validate_json(campaign_store.get("recipe.json"))
+    settings = Recipe.model_validate_json(campaign_store.get(recipe))
     with tempfile.TemporaryDirectory(prefix=f"headrace-{role}-") as scratch:
         folder = Path(scratch)
         endpoint = folder / "endpoint.json"
@@ -65,12 +73,12 @@ async def engine_host(
             "log_folder": str(folder),
         }
         python = os.environ.get("HEADRACE_ENGINE_PYTHON", sys.executable)
-        command, env, spec = command_and_spec(recipe, role, identity, python)
+        command, env, spec = command_and_spec(settings, role, identity, python)
         (folder / "spec.json").write_text(json.dumps(spec))
         (folder / "spec.json").chmod(0o600)
         child = Child([*command, "--spec", str(folder / "spec.json")], log=folder / "engine.log", env=env)
         try:
-            reached = await _endpoint(child, endpoint, role, recipe.deadlines.engine_start)
+            reached = await _endpoint(child, endpoint, role, settings.deadlines.engine_start)
             lease = Lease(
                 role=role,
                 index=index,
@@ -79,6 +87,7 @@ async def engine_host(
                 pid=reached["pid"],
                 node=socket.gethostname(),
                 flow_run_id=str(flow_run.id),
+                recipe=recipe,
             )
             campaign_store.put(f"leases/{role}-{index}.json", lease.model_dump_json().encode())
             emit_event(

@@ -7,11 +7,13 @@ from prefect import flow
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.recipe import Recipe
 from headrace.flows.campaign import leave_engines, open_campaign, shut_down
+from headrace.flows.parity import parity_gate
 from headrace.tasks.advantage import advantage
 from headrace.tasks.campaign import current
 from headrace.tasks.evaluate import evaluate
 from headrace.tasks.generate import generate
 from headrace.tasks.logprob import old_logprob, ref_logprob
+from headrace.tasks.parity import is_due
 from headrace.tasks.prompts import held_out, prompts
 from headrace.tasks.report import finish, report
 from headrace.tasks.score import score
@@ -35,6 +37,8 @@ async def on_policy(recipe: Recipe, campaign: str = "") -> dict[str, object]:
     """
     async with open_campaign(recipe, campaign) as c:
         problems = await held_out() if recipe.evaluate.problems else None
+        if is_due(c):
+            await parity_gate(campaign=c.id)
         await sync_weights(c.version)
         for step in range(c.version, recipe.iterations):
             await _evaluate_if_due(step, problems)

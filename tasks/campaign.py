@@ -59,6 +59,10 @@ class Campaign:
         """The weight version that rollout engines must serve now."""
         self.weights_key = self.model_id
         """Content key of what made those weights: the model, or a train manifest."""
+        self.weights_folder = "weights"
+        """Below the store, for transport store."""
+        self.probed: tuple[int, str] | None = None
+        """The campaign's own version and weights key while the parity gate has engines serve other weights."""
         self.sync_numbers = itertools.count()
         self.spans: list[tuple[float, float]] = []
         """When scoring ran; the engines keep their own."""

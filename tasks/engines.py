@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.deployments import arun_deployment
@@ -19,6 +20,12 @@ from headrace.tasks import recovery
 
 if TYPE_CHECKING:
     from headrace.tasks.campaign import Campaign
+
+
+RECIPE = "recipe.json"
+"""The campaign's own recipe, below its store."""
+LEAVE_S = 120.0
+"""Longest time that an engine which was asked to leave may take."""
 
 
 class EngineStartFailed(RuntimeError):
@@ -40,6 +47,7 @@ class Engines:
         self._syncing = asyncio.Lock()
         self.serving: dict[int, int] = {}
         """Weight version that each rollout engine was verified to serve."""
+        self._recipes: dict[tuple[str, int], str] = {}
 
     def roles(self) -> dict[str, Role]:
         """The roles that have engines, in the order in which they start."""
@@ -117,6 +125,33 @@ class Engines:
         """Starts or finds every engine, at the same time."""
         await asyncio.gather(*(self.client(role, index) for role, index in self.everyone()))
 
+    async def replace(self, role: str, index: int, recipe: str = RECIPE) -> None:
+        """Ends an engine that was started with another recipe than this one (a path in the store).
+
+        The next call starts it. Waits until the old one's host has ended, so that its memory is free.
+        """
+        self._recipes[role, index] = recipe
+        client = self._clients.get((role, index))
+        if client is not None and client.lease.recipe != recipe:
+            await self._end(client)
+            await self.forget(role, index)
+
+    async def _end(self, client: EngineClient) -> None:
+        lease = client.lease
+        try:
+            await client.shutdown()
+        except (EngineLost, JobFailed) as error:
+            get_run_logger().info("%s-%d was gone already: %s", lease.role, lease.index, error)
+        end = time.monotonic() + LEAVE_S
+        async with get_client() as api:
+            while not ((state := (await api.read_flow_run(UUID(lease.flow_run_id))).state) and state.is_final()):
+                if time.monotonic() > end:
+                    raise EngineStartFailed(
+                        f"{lease.role}-{lease.index} was asked to leave, but its host (flow run {lease.flow_run_id}) "
+                        f"has not ended after {LEAVE_S:.0f} s"
+                    )
+                await asyncio.sleep(0.3)
+
     async def shutdown_all(self) -> None:
         """Asks every engine to leave; their hosts complete."""
         for role, index in self.everyone():
@@ -157,6 +192,10 @@ class Engines:
             get_run_logger().info("%s-%d has to be started: %s", role, index, error)
             await client.__aexit__()
             return None
+        if lease.recipe != self._recipes.get((role, index), RECIPE):
+            await self._end(client)
+            await client.__aexit__()
+            return None
         return client
 
     async def _start(self, role: str, index: int) -> EngineClient:
@@ -176,6 +215,7 @@ class Engines:
                     "attempt": c.attempt,
                     "store": c.url,
                     "block": c.recipe.store if c.recipe.store.startswith("block:") else "",
+                    "recipe": self._recipes.get((role, index), RECIPE),
                 },
                 timeout=0,
                 idempotency_key=f"{c.id}-{role}-{index}-{epoch}-{c.attempt}",

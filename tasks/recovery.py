@@ -36,7 +36,19 @@ def checkpoints(c: "Campaign") -> list[int]:
 
 
 async def restore_actor(c: "Campaign", client: EngineClient) -> None:
-    """Brings a trainer to the end of what the campaign has trained."""
+    """Brings a trainer to the end of what the campaign has trained, and under the parity gate's probe if that is on."""
+    await _replay(c, client)
+    if c.probed is not None:
+        await probe_weights(c, client, on=True)
+
+
+async def probe_weights(c: "Campaign", client: EngineClient, on: bool) -> None:
+    """Turns the trainer's weights into others, or back; see ``ModelEngine.probe``."""
+    job = f"probe-{c.attempt}-{next(c.sync_numbers)}"
+    await client.call("probe", {"on": on}, job_id=job, deadline_s=c.recipe.deadlines.stage)
+
+
+async def _replay(c: "Campaign", client: EngineClient) -> None:
     log = get_run_logger()
     trained = c.trained()
     at = (await client.health())["train_step"]
@@ -101,7 +113,9 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
         address = str(Path(tempfile.gettempdir()) / f"headrace-{xxhash.xxh3_64_hexdigest(c.url.encode())}.sock")
         source = WeightSource(version=c.version, transport="shm", address=address)
     else:
-        source = WeightSource(version=c.version, transport="store", address=f"weights/v{c.version:06d}", store=c.url)
+        source = WeightSource(
+            version=c.version, transport="store", address=f"{c.weights_folder}/v{c.version:06d}", store=c.url
+        )
     publish = {
         "version": c.version,
         "transport": spec.transport,

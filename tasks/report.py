@@ -65,16 +65,16 @@ async def _show(
 ) -> None:
     """History and artifacts, while the engines work on the next iteration."""
     await asyncio.to_thread(c.history.add, row)
-    await _in_ui(acreate_table_artifact(table, key=f"{c.id}-iteration", description=f"Iteration {step}"))
+    await in_ui(acreate_table_artifact(table, key=f"{c.id}-iteration", description=f"Iteration {step}"))
     text = await asyncio.to_thread(_samples, c, stages)
-    await _in_ui(acreate_markdown_artifact(text, key=f"{c.id}-samples", description=f"Samples of iteration {step}"))
+    await in_ui(acreate_markdown_artifact(text, key=f"{c.id}-samples", description=f"Samples of iteration {step}"))
     emit_event("headrace.iteration.metrics", resource={"prefect.resource.id": f"headrace.campaign.{c.id}"}, payload=row)
     await asyncio.to_thread(write_tensorboard, c.folder / "tensorboard", [row])
     if (step + 1) % PICTURE_EVERY == 0:
         await show_curves(c)
 
 
-async def _in_ui(artifact: Coroutine[Any, Any, object]) -> None:
+async def in_ui(artifact: Coroutine[Any, Any, object]) -> None:
     """Creates an artifact. A server that is away costs the picture, not the campaign."""
     try:
         await artifact
@@ -94,7 +94,7 @@ async def show_curves(c: Campaign) -> None:
     )
     (c.folder / "curves.png").write_bytes(png)
     url = "data:image/png;base64," + base64.b64encode(png).decode()
-    await _in_ui(acreate_image_artifact(url, key=f"{c.id}-curves", description=f"Campaign {c.id}"))
+    await in_ui(acreate_image_artifact(url, key=f"{c.id}-curves", description=f"Campaign {c.id}"))
 
 
 @stage("finish", "finish")

@@ -10,10 +10,13 @@ from headrace.engines.rpc.client import EngineClient
 from headrace.engines.rpc.errors import EngineError
 
 
-async def release_engines(parameters: dict[str, Any]) -> None:
-    """``parameters``: those of the campaign's flow run. Engines that are gone already are passed over."""
+async def release_engines(parameters: dict[str, Any], suffix: str = "") -> None:
+    """``parameters``: those of the campaign's flow run; ``suffix``: of the id that it takes where none is given.
+
+    Engines that are gone already are passed over.
+    """
     recipe = Recipe.model_validate(parameters["recipe"])
-    id = parameters.get("campaign") or recipe.name
+    id = parameters.get("campaign") or recipe.name + suffix
     store = Store(f"{store_url(recipe.store).rstrip('/')}/{id}")
     attempt = len(store.paths("attempts"))
     token = store.get("token").decode()

@@ -76,10 +76,22 @@ class ModelEngine(Protocol):
     """A loaded model on all ranks of a gang. Every method is called on all ranks, equal arguments, one order."""
 
     train_step: int | None
-    """Iterations trained. None after a step that failed half-way: only ``load`` helps."""
+    """Iterations trained. None after a step that failed half-way (only ``load`` helps), and under a probe."""
 
     def logprobs(self, samples: Samples, which: Which) -> Tensor:
         """Log-probability of every response token under the policy or the reference, float32 [T] on every rank."""
+        ...
+
+    def logprobs_and_entropies(self, samples: Samples, which: Which) -> tuple[Tensor, Tensor]:
+        """The same, and the entropy (nats) of the distribution of every response token; one pass."""
+        ...
+
+    def probe(self, on: bool) -> None:
+        """Makes every weight another, or the same bits as before again; doing either twice changes nothing.
+
+        For the parity gate, which sees by it whether rollout engines really load what they are sent. Meanwhile
+        ``train_step`` is None: nothing can be trained or saved.
+        """
         ...
 
     def train(self, experience: Experience, config: StepConfig) -> dict[str, float]:

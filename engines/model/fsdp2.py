@@ -15,6 +15,7 @@ from headrace.engines.model.errors import ModelEngineError
 from headrace.engines.model.gang import Gang
 from headrace.engines.model.optim import make_optimizer
 from headrace.engines.model.packing import make_rows, plan
+from headrace.engines.model.parity import turn
 from headrace.engines.model.policy import load_policy
 from headrace.engines.model.prefix import Packed, pack
 from headrace.engines.model.spec import EngineSpec
@@ -39,6 +40,7 @@ class FSDP2Engine:
         """Content key of the last train job; empty before the first."""
         self.kl_coefficient: float | None = None
         """Of an adaptive controller; None before its first update."""
+        self._probed: int | None = None
         self.reference = self._load(self._dtype, frozen=True) if spec.reference else None
         self._start()
 
@@ -80,15 +82,33 @@ class FSDP2Engine:
 
     def logprobs(self, samples: Samples, which: Which) -> Tensor:
         """See ``ModelEngine``."""
+        return self._forward(samples, which, entropy=False)[0]
+
+    def logprobs_and_entropies(self, samples: Samples, which: Which) -> tuple[Tensor, Tensor]:
+        """See ``ModelEngine``."""
+        found = self._forward(samples, which, entropy=True)
+        return found[0], found[1]
+
+    def _forward(self, samples: Samples, which: Which, entropy: bool) -> Tensor:
+        """float32 [1 or 2, T]: log-probabilities, then entropies."""
         model = self.trained().weights if which == "policy" else self.frozen()
-        found = torch.zeros(samples.tokens, dtype=torch.float32, device=self.gang.device)
+        found = torch.zeros(2 if entropy else 1, samples.tokens, dtype=torch.float32, device=self.gang.device)
         with torch.no_grad():
             for packed in self.micro_batches(samples, torch.ones(len(samples), dtype=torch.bool)):
-                values, _ = model.module(packed, self.spec.temperature)
-                found[packed.tokens] = values[: len(packed.tokens)]
+                for row, values in zip(found, model.module(packed, self.spec.temperature, entropy), strict=False):
+                    row[packed.tokens] = values[: len(packed.tokens)]
         if self.gang.size > 1:
             dist.all_reduce(found)  # every token is computed on one rank and 0 on the others
         return found.cpu()
+
+    def probe(self, on: bool) -> None:
+        """See ``ModelEngine``."""
+        if on == (self._probed is not None):
+            return
+        if on and self.train_step is None:
+            raise ModelEngineError("the last step failed half-way: load saved state first")
+        turn(self.trained().weights)
+        self.train_step, self._probed = (None, self.train_step) if on else (self._probed, None)
 
     def train(self, experience: Experience, config: StepConfig) -> dict[str, float]:
         """See ``ModelEngine``."""
@@ -116,6 +136,7 @@ class FSDP2Engine:
 
     def load(self, path: Path | None) -> int:
         """See ``ModelEngine``."""
+        self._probed = None
         if path is None:
             self._start()
             return 0

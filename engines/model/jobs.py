@@ -24,6 +24,7 @@ from headrace.engines.model import columns
 from headrace.engines.model.base import Experience, StepConfig
 from headrace.engines.model.errors import ModelEngineError, StepRefused
 from headrace.engines.model.fsdp2 import FSDP2Engine
+from headrace.engines.model.parity import compared
 
 
 class _Params(BaseModel):
@@ -45,6 +46,8 @@ class LogprobsParams(StageParams):
 
     which: Literal["old", "ref"]
     generate: Manifest
+    compare: Algorithm | None = None
+    """Compares old with behaviour in detail, at the clip bounds of this algorithm; only for old."""
 
 
 class AdvantageParams(StageParams):
@@ -86,6 +89,12 @@ class PublishParams(_Params):
     deadline_s: float
 
 
+class ProbeParams(_Params):
+    """Job ``probe``: other weights for a while, or the old ones again."""
+
+    on: bool
+
+
 class SaveParams(_Params):
     """Job ``save``: trainer state after ``step`` iterations, with the data cursor."""
 
@@ -117,6 +126,7 @@ class Jobs:
             "advantage": lambda params: self.advantage(AdvantageParams(**params)).model_dump(mode="json"),
             "train": lambda params: self.train(TrainParams(**params)).model_dump(mode="json"),
             "publish": lambda params: self.publish(PublishParams(**params)),
+            "probe": lambda params: self.probe(ProbeParams(**params)),
             "save": lambda params: self.save(SaveParams(**params)),
             "load": lambda params: self.load(LoadParams(**params)),
             "export": lambda params: self.export(ExportParams(**params)),
@@ -142,17 +152,27 @@ class Jobs:
         began = time.perf_counter()
         table = columns.read(store, [params.generate])
         samples = columns.samples_of(table)
-        found = self.engine.logprobs(samples, "policy" if old else "reference")
-        metrics = {"tokens": float(samples.tokens), "seconds": time.perf_counter() - began}
+        metrics = {"tokens": float(samples.tokens)}
+        info: dict[str, Any] = {"column": name}
         mask, behaviour = (columns.tokens_of(table, c, samples) for c in ("response_mask", "behaviour_logprobs"))
-        if old and mask is not None and behaviour is not None:
-            batch = Jagged(samples.offsets, mask.bool())
-            metrics |= finish_metrics(mismatch_sums(old=found, behaviour=behaviour, batch=batch))
+        if old and params.compare is not None:
+            found, entropies = self.engine.logprobs_and_entropies(samples, "policy")
+            spec = self.engine.spec
+            figures, info["parity"] = compared(
+                params.compare, table, samples, found, entropies, spec.temperature, Path(spec.model)
+            )
+            metrics |= figures
+        else:
+            found = self.engine.logprobs(samples, "policy" if old else "reference")
+            if old and mask is not None and behaviour is not None:
+                batch = Jagged(samples.offsets, mask.bool())
+                metrics |= finish_metrics(mismatch_sums(old=found, behaviour=behaviour, batch=batch))
+        metrics["seconds"] = time.perf_counter() - began
         made = pa.table(
             [table["uid"], columns.lists_of(found, samples.offsets)],
             schema=schema.OLD_LOGPROB if old else schema.REF_LOGPROB,
         )
-        return self._commit(store, stage, params, made, metrics, {"column": name})
+        return self._commit(store, stage, params, made, metrics, info)
 
     def advantage(self, params: AdvantageParams) -> Manifest:
         """Advantages of the whole iteration. No rank needs another for them."""
@@ -258,6 +278,11 @@ class Jobs:
             "seconds": seconds,
         }
 
+    def probe(self, params: ProbeParams) -> dict[str, Any]:
+        """See ``ModelEngine.probe``."""
+        self.engine.probe(params.on)
+        return {"train_step": self.engine.train_step}
+
     def save(self, params: SaveParams) -> dict[str, Any]:
         """Raises StepRefused when the engine is not at the step that the state is asked for."""
         if self.engine.train_step != params.step:
@@ -272,7 +297,9 @@ class Jobs:
         return {"train_step": self.engine.train_step, "cursor": cursor}
 
     def export(self, params: ExportParams) -> dict[str, Any]:
-        """Returns where the folder is."""
+        """Returns where the folder is. Raises StepRefused for weights that are no step's."""
+        if self.engine.train_step is None:
+            raise StepRefused("the trainer holds no finished step's weights: nothing was exported")
         self.engine.export(params.path)
         return {"path": str(params.path)}
 

@@ -43,7 +43,7 @@ def curves_png(rows: Rows, evaluations: Mapping[int, Mapping[str, float]], title
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     panels = figure.subplots(2, 3).flat
     for panel, draw in zip(panels, (_reward, _accuracy, _divergence, _length, _speed, _seconds), strict=True):
-        _plain(panel)
+        plain(panel)
         draw(panel, rows, evaluations)
         if not panel.has_data():
             panel.text(0.5, 0.5, "no data yet", ha="center", va="center", color=GREY, transform=panel.transAxes)
@@ -54,7 +54,8 @@ def curves_png(rows: Rows, evaluations: Mapping[int, Mapping[str, float]], title
     return image.getvalue()
 
 
-def _plain(panel: "Axes") -> None:
+def plain(panel: "Axes") -> None:
+    """Axes without what distracts."""
     from matplotlib.ticker import MaxNLocator
 
     panel.spines[["top", "right"]].set_visible(False)

@@ -32,6 +32,7 @@ class VLLMEngine:
         assert isinstance(spec.backend, VLLMRollout)
         self._spec, self._log_dir = spec, log_dir
         self._max_len, self._max_seqs = spec.backend.max_model_len, spec.backend.max_num_seqs
+        self._batch_invariant = spec.backend.batch_invariant
         self._shapes = parameter_shapes(Path(spec.model))
         self._server = VLLMServer(spec, log_dir)
         self._engine_version = ""
@@ -146,6 +147,7 @@ class VLLMEngine:
             "device": "cuda" if self._spec.gpus else "cpu",
             "threads": str(self._spec.threads),
             "head_dtype": self._spec.head_dtype,
+            "batch_invariant": str(self._batch_invariant),
             "flags": " ".join(self._server.flags),
         }
 

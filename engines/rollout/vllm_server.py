@@ -123,14 +123,17 @@ def flags(spec: RolloutSpec) -> list[str]:
         "--worker-extension-cls",
         "headrace.engines.rollout.vllm_worker.HeadraceWorker",
     ]
+    # A seeded request that is prefilled in pieces kills vLLM 0.32 on CPUs: their generators have no offset.
+    chunked = bool(spec.gpus) and backend.enable_chunked_prefill is not False
+    given += ["--enable-chunked-prefill" if chunked else "--no-enable-chunked-prefill"]
+    if not chunked:
+        given += ["--max-num-batched-tokens", str(max(backend.max_model_len, MIN_BATCHED_TOKENS))]
+    ahead = bool(spec.gpus) and backend.async_scheduling is not False
+    given += ["--async-scheduling" if ahead else "--no-async-scheduling"]
     if spec.gpus:
-        given += ["--enable-chunked-prefill", "--gpu-memory-utilization", str(backend.gpu_memory_utilization)]
-    else:
-        # A seeded request that is prefilled in pieces kills vLLM 0.32 on CPUs: their generators have no offset.
-        tokens = max(backend.max_model_len, MIN_BATCHED_TOKENS)
-        given += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
-        if backend.kv_cache_memory_bytes:
-            given += ["--kv-cache-memory-bytes", str(backend.kv_cache_memory_bytes)]
+        given += ["--gpu-memory-utilization", str(backend.gpu_memory_utilization)]
+    elif backend.kv_cache_memory_bytes:
+        given += ["--kv-cache-memory-bytes", str(backend.kv_cache_memory_bytes)]
     if spec.head_dtype == "float32":
         given += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
     return given
@@ -145,6 +148,9 @@ def _environment(spec: RolloutSpec, path: Path) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, collective_rpc
     }
+    assert isinstance(spec.backend, VLLMRollout)
+    if spec.backend.batch_invariant:
+        variables["VLLM_BATCH_INVARIANT"] = "1"
     if not spec.gpus:
         variables |= {"OMP_NUM_THREADS": str(spec.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return variables

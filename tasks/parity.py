@@ -1,0 +1,293 @@
+"""The parity gate's tasks: the same tokens through rollout engine and trainer, and what came of it."""
+
+import asyncio
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefect.artifacts import acreate_image_artifact, acreate_table_artifact
+
+from headrace.blocks.manifest import Manifest
+from headrace.blocks.parity import Excess, bounds_of, exceeded
+from headrace.engines import data
+from headrace.engines.experience.store import stage_key
+from headrace.engines.report.parity import ablation_table, parity_png, parity_table
+from headrace.tasks.ablation import Knob
+from headrace.tasks.campaign import Campaign, current
+from headrace.tasks.recovery import probe_weights
+from headrace.tasks.report import in_ui
+from headrace.tasks.stage import stage
+
+CODE = "1"
+PARITY_STEP = -1
+"""What the gate makes lies in the store before iteration 0."""
+PROBE_VERSION = -2
+"""Weight version of the changed weights; no campaign trains it."""
+CHANGED, OWN = "changed", "own"
+"""Weights of the two rounds: every weight a little changed, then the campaign's again."""
+
+
+class ParityFailed(RuntimeError):
+    """Rollout engine and trainer differ by more than the recipe allows. Nothing was trained."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one rollout engine sampled under one set of weights, compared with the trainer."""
+
+    weights: str
+    engine: int
+    generated: Manifest
+    compared: Manifest
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.compared.metrics
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """Rows by position and token class, histogram: see ``engines.model.parity.compared``."""
+        return self.compared.info["parity"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The rounds of the engines with one setting changed; none where they did not run (``note`` says why)."""
+
+    knob: Knob
+    rounds: Sequence[Round] = ()
+    note: str = ""
+
+
+def is_due(c: Campaign) -> bool:
+    """Whether the campaign has still to pass the gate; it does so once."""
+    return c.recipe.parity.when == "before" and not c.store.manifests(PARITY_STEP, "parity")
+
+
+def excesses(c: Campaign, found: Round) -> list[Excess]:
+    """The recipe's bounds that a round passes."""
+    model = c.recipe.model
+    return exceeded(found.metrics, bounds_of(c.recipe.parity.bounds, model.dtype), model.head_dtype)
+
+
+@stage("parity-prompts", "parity-prompts")
+async def parity_prompts() -> Manifest:
+    """The first training prompts; the ledger does not reserve them."""
+    c = current()
+    c.progress.update(stage="parity")
+    recipe = c.recipe
+    config = {"data": recipe.data.model_dump(mode="json"), "seed": recipe.seed, "count": recipe.parity.prompts}
+    key = stage_key("parity-prompts", CODE, config, [])
+    if (done := c.store.lookup("prompts", PARITY_STEP, 0, key)) is not None:
+        return done
+    drawn, _ = data.draw(data.load_splits(recipe.data).train, 0, recipe.parity.prompts, recipe.seed)
+    part = c.store.write_table("parity/prompts.arrow", data.prompts_table(drawn))
+    return c.store.commit(Manifest(stage="prompts", step=PARITY_STEP, key=key, part=part))
+
+
+@stage("parity-weights", "parity-weights[{trial}{weights}]")
+async def parity_weights(weights: str, trial: str = "") -> None:
+    """Trainer and rollout engines go to the changed weights, or back to the campaign's; served digests are verified."""
+    c = current()
+    if weights == CHANGED and c.probed is None:
+        await probe_weights(c, await c.engines.client("actor", 0), on=True)
+        c.probed = c.version, c.weights_key
+        c.move_to(PROBE_VERSION, stage_key("probe", CODE, {}, [c.weights_key]))
+    elif weights == OWN and c.probed is not None:
+        own = c.probed
+        c.probed = None
+        await probe_weights(c, await c.engines.client("actor", 0), on=False)
+        c.move_to(*own)
+    await c.engines.sync_all()
+
+
+@stage("parity-generate", "parity-generate[{trial}{weights}/{engine}]")
+async def parity_generate(weights: str, engine: int, prompts: Manifest, trial: str = "") -> Manifest:
+    """n samples of each prompt from one rollout engine, as an iteration samples them."""
+    c = current()
+    recipe = c.recipe
+    assert prompts.part is not None
+    config = _config(c, weights, engine, trial)
+    params = {
+        "prompts": prompts.model_dump(),
+        "start": 0,
+        "stop": prompts.part.rows,
+        "n": recipe.rollout.n,
+        "temperature": recipe.rollout.temperature,
+        "max_tokens": recipe.rollout.max_tokens,
+        "campaign_seed": recipe.seed,
+        "version": c.version,
+        "inputs": [prompts.key],
+    }
+    key = c.key("parity-generate", CODE, config, [prompts.key])
+    return await _job(c, "rollout", engine, "generate", "generate", engine, key, params)
+
+
+@stage("parity-logprob", "parity-logprob[{trial}{weights}/{engine}]")
+async def parity_logprob(weights: str, engine: int, generated: Manifest, trial: str = "") -> Manifest:
+    """The trainer's log-probabilities of those tokens under the weights that it has now, compared in detail."""
+    c = current()
+    key = c.key("parity-logprob", CODE, _config(c, weights, engine, trial), [generated.key])
+    params = {
+        "which": "old",
+        "generate": generated.model_dump(),
+        "inputs": [generated.key],
+        "compare": c.recipe.algorithm.model_dump(mode="json"),
+    }
+    return await _job(c, "actor", 0, "logprobs", "old-logprob", engine, key, params)
+
+
+def _config(c: Campaign, weights: str, engine: int, trial: str) -> dict[str, Any]:
+    """The attempt is in it: a campaign that failed here measures again."""
+    sections = {name: getattr(c.recipe, name).model_dump(mode="json") for name in ("rollout", "model", "algorithm")}
+    return sections | {
+        "seed": c.recipe.seed,
+        "attempt": c.attempt,
+        "weights": weights,
+        "engine": engine,
+        "trial": trial,
+    }
+
+
+async def _job(
+    c: Campaign, role: str, index: int, method: str, stage: str, shard: int, key: str, params: dict[str, Any]
+) -> Manifest:
+    if (done := c.store.lookup(stage, PARITY_STEP, shard, key)) is not None:
+        return done
+    params = {"store": c.url, "key": key, "step": PARITY_STEP, "shard": shard, **params}
+    return Manifest.model_validate(await c.engines.call(role, index, method, params, job_id=f"parity-{method}-{key}"))
+
+
+async def try_knob(knob: Knob) -> None:
+    """Has the engines of the knob's roles started with it, all others with the campaign's recipe."""
+    c = current()
+    path = f"parity/{knob.slug}.json"
+    c.store.put(path, knob.applied(c.recipe).model_dump_json(indent=2).encode())
+    c.weights_folder = f"parity/{knob.slug}/weights"  # of another dtype, perhaps
+    for role, index in c.engines.everyone():
+        if role in ("actor", "rollout"):
+            await c.engines.replace(role, index, *([path] if role in knob.roles else []))
+
+
+async def end_trials() -> None:
+    """No engine with a changed setting stays for the next attempt."""
+    c = current()
+    c.weights_folder = "weights"
+    for role, index in c.engines.everyone():
+        await c.engines.replace(role, index)
+
+
+@stage("parity-report", "parity-report")
+async def parity_report(rounds: Sequence[Round], trials: Sequence[Trial] = ()) -> None:
+    """Tables and a picture in the UI, and all figures in the store."""
+    c = current()
+    shown = [
+        {"weights": r.weights, "engine": r.engine, "metrics": r.metrics, "tables": r.tables, "ok": not excesses(c, r)}
+        for r in rounds
+    ]
+    tried = [
+        {
+            "setting": t.knob.name,
+            "now": t.knob.now,
+            "tried": t.knob.value,
+            "note": t.note,
+            "rounds": [{"weights": r.weights, "metrics": r.metrics, "ok": not excesses(c, r)} for r in t.rounds],
+        }
+        for t in trials
+    ]
+    bounds = bounds_of(c.recipe.parity.bounds, c.recipe.model.dtype)
+    report = {"bounds": bounds, "rounds": shown, "ablation": tried}
+    c.store.put(f"parity/attempt-{c.attempt:04d}.json", json.dumps(report, indent=1).encode())
+    png = await asyncio.to_thread(parity_png, shown, bounds, tried)
+    (c.folder / "parity.png").write_bytes(png)
+    word = "fails" if tried or not all(row["ok"] for row in shown) else "passed"
+    url = "data:image/png;base64," + base64.b64encode(png).decode()
+    await in_ui(acreate_image_artifact(url, key=f"{c.id}-parity-picture", description=f"Parity gate of {c.id}: {word}"))
+    await in_ui(
+        acreate_table_artifact(parity_table(shown, bounds), key=f"{c.id}-parity", description=f"Parity gate: {word}")
+    )
+    if tried:
+        words = "Each row: the engines started again with one setting changed, on the same prompts"
+        await in_ui(
+            acreate_table_artifact(ablation_table(shown, tried), key=f"{c.id}-parity-ablation", description=words)
+        )
+
+
+def accept(rounds: Sequence[Round]) -> dict[str, float]:
+    """Commits that the campaign has passed the gate; returns the metrics of its own weights' first round."""
+    c = current()
+    c.attempts.clear()
+    inputs = [r.compared.key for r in rounds]
+    own = next(r.metrics for r in rounds if r.weights == OWN)
+    c.store.commit(
+        Manifest(
+            stage="parity",
+            step=PARITY_STEP,
+            key=stage_key("parity", CODE, {}, inputs),
+            inputs=inputs,
+            metrics=own,
+            info={"fingerprint": rounds[0].generated.info.get("fingerprint", {})},
+        )
+    )
+    return own
+
+
+def failure(c: Campaign, rounds: Sequence[Round], stale: Mapping[int, Manifest], trials: Sequence[Trial]) -> str:
+    """One message for people: what differs, by how much, and where to look.
+
+    stale: by engine, its samples under the changed weights compared with a trainer that has the campaign's.
+    """
+    wrong = [(r, found) for r in rounds if (found := excesses(c, r))]
+    lines = [
+        f"rollout-{r.engine} and the trainer give the same tokens other probabilities. Under "
+        f"{'changed weights' if r.weights == CHANGED else 'the weights of the campaign'}: "
+        f"{'; '.join(map(str, found))} ({r.metrics['tokens']:.0f} tokens)."
+        for r, found in wrong
+    ]
+    lines += _history(c, [r for r, _ in wrong], stale)
+    holds = [t for t in trials if t.rounds and not any(excesses(c, r) for r in t.rounds)]
+    if holds:
+        lines += [f"Look at {t.knob.setting}: with {t.knob.name} = {t.knob.value} every bound holds." for t in holds]
+    elif trials:
+        lines += [_nearest(rounds, trials)]
+    lines += [
+        f"Nothing was trained. Tables and picture: artifacts {c.id}-parity… of the Prefect UI; what each figure means: "
+        f"docs/correctness.md. Bounds are set by parity.bounds of the recipe."
+    ]
+    return "\n".join(lines)
+
+
+def _history(c: Campaign, wrong: Sequence[Round], stale: Mapping[int, Manifest]) -> list[str]:
+    """What the two rounds tell about weight updates."""
+    lines = []
+    for r in wrong:
+        before = stale.get(r.engine)
+        if r.weights == CHANGED and before is not None and not excesses(c, Round(OWN, r.engine, r.generated, before)):
+            lines.append(
+                f"rollout-{r.engine} samples from the weights before the update: its tokens fit those (KL "
+                f"{before.metrics['mismatch/kl_k3']:.2g} against {r.metrics['mismatch/kl_k3']:.2g}). The engine says "
+                f"that it loaded what was published; look at how its back end loads weights "
+                f"({r.generated.info.get('fingerprint', {}).get('engine', 'engine unknown')})."
+            )
+    if wrong and all(r.weights == OWN for r in wrong):
+        lines.append(
+            "It began with the second update of the weights: something computed with earlier weights is still in use, "
+            "such as a prefix cache that is not reset."
+        )
+    return lines
+
+
+def _nearest(rounds: Sequence[Round], trials: Sequence[Trial]) -> str:
+    def worst(found: Sequence[Round]) -> float:
+        return max(r.metrics["mismatch/kl_k3"] for r in found)
+
+    ran = sorted((t for t in trials if t.rounds), key=lambda t: worst(t.rounds))
+    if not ran:
+        return "No setting could be tried."
+    best = ran[0]
+    return (
+        f"No single setting repairs it. Nearest: {best.knob.name} = {best.knob.value} with KL {worst(best.rounds):.2g} "
+        f"(now {worst(rounds):.2g})."
+    )
