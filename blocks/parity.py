@@ -38,19 +38,19 @@ class ParityBounds(Strict):
     """Over the sampled tokens, of old/behaviour (the trainer's probability over the engine's). Left out: the usual one
     of the compute dtype."""
 
-    mean_ratio: float | None = Field(None, gt=0)
+    mean_ratio: float | None = Field(default=None, gt=0)
     """Largest distance of the mean ratio from 1."""
-    kl_k1: float | None = Field(None, gt=0)
+    kl_k1: float | None = Field(default=None, gt=0)
     """Largest |mean log ratio|, nats per token."""
-    kl_k3: float | None = Field(None, gt=0)
+    kl_k3: float | None = Field(default=None, gt=0)
     """Largest KL(behaviour ‖ old) by the k3 estimator, nats per token."""
-    p999_abs_log_ratio: float | None = Field(None, gt=0)
+    p999_abs_log_ratio: float | None = Field(default=None, gt=0)
     """Largest 99.9th percentile of |log ratio|, nats."""
-    max_abs_log_ratio: float | None = Field(None, gt=0)
+    max_abs_log_ratio: float | None = Field(default=None, gt=0)
     """Largest |log ratio| of any token, nats."""
-    ess: float | None = Field(None, gt=0, le=1)
+    ess: float | None = Field(default=None, gt=0, le=1)
     """Least effective sample size of the ratios, as a share."""
-    clip_fraction: float | None = Field(None, gt=0, le=1)
+    clip_fraction: float | None = Field(default=None, gt=0, le=1)
     """Largest share of ratios out of the loss's clip bounds; left out: not bounded, as these bounds differ widely."""
 
 
@@ -59,7 +59,7 @@ class Parity(Strict):
 
     when: Literal["before", "never"] = "before"
     """before: once, before the first iteration of a campaign; never: only as a deployment of its own."""
-    prompts: int = Field(8, ge=1)
+    prompts: int = Field(default=8, ge=1)
     """Training prompts that are sampled, n answers each, twice: under changed weights and under the campaign's."""
     ablation: bool = True
     """When a bound is passed, start the engines again with one setting changed at a time, to tell which it is."""

@@ -57,7 +57,9 @@ async def parity(recipe: Recipe, campaign: str = "") -> dict[str, float]:
             weights that it has reached.
     """
     async with open_campaign(recipe, campaign or recipe.name + SUFFIX) as c:
-        return await parity_gate(campaign=c.id)
+        metrics = await parity_gate(campaign=c.id)
+        await c.settle()
+        return metrics
 
 
 @flow(name="parity-gate", flow_run_name="parity-gate", persist_result=False, validate_parameters=False)

@@ -26,8 +26,9 @@ class Knob:
     @property
     def name(self) -> str:
         """For people: the setting, and the side if it is not both's."""
-        one = {("rollout",): " (rollout engine)", ("actor",): " (trainer)"}
-        return self.setting.rpartition(".")[2] + (one.get(self.roles, "") if self.setting.startswith("model.") else "")
+        sides = {"rollout": " (rollout engine)", "actor": " (trainer)"}
+        one_sided = self.setting.startswith("model.") and len(self.roles) == 1
+        return self.setting.rpartition(".")[2] + (sides[self.roles[0]] if one_sided else "")
 
     @property
     def slug(self) -> str:

@@ -13,7 +13,7 @@ from headrace.blocks.manifest import Manifest
 from headrace.blocks.parity import Excess, bounds_of, exceeded
 from headrace.engines import data
 from headrace.engines.experience.store import stage_key
-from headrace.engines.report.parity import ablation_table, parity_png, parity_table
+from headrace.engines.report.parity import Rows, ablation_table, parity_png, parity_table
 from headrace.tasks.ablation import Knob
 from headrace.tasks.campaign import Campaign, current
 from headrace.tasks.recovery import probe_weights
@@ -181,7 +181,7 @@ async def end_trials() -> None:
 
 @stage("parity-report", "parity-report")
 async def parity_report(rounds: Sequence[Round], trials: Sequence[Trial] = ()) -> None:
-    """Tables and a picture in the UI, and all figures in the store."""
+    """All figures into the store; tables and a picture into the UI, at once or while the engines work on what follows."""
     c = current()
     shown = [
         {"weights": r.weights, "engine": r.engine, "metrics": r.metrics, "tables": r.tables, "ok": not excesses(c, r)}
@@ -200,19 +200,22 @@ async def parity_report(rounds: Sequence[Round], trials: Sequence[Trial] = ()) -
     bounds = bounds_of(c.recipe.parity.bounds, c.recipe.model.dtype)
     report = {"bounds": bounds, "rounds": shown, "ablation": tried}
     c.store.put(f"parity/attempt-{c.attempt:04d}.json", json.dumps(report, indent=1).encode())
+    c.defer(_show(c, shown, bounds, tried))
+    if not all(row["ok"] for row in shown):
+        await c.settle()
+
+
+async def _show(c: Campaign, shown: Rows, bounds: Mapping[str, float], tried: Rows) -> None:
     png = await asyncio.to_thread(parity_png, shown, bounds, tried)
     (c.folder / "parity.png").write_bytes(png)
-    word = "fails" if tried or not all(row["ok"] for row in shown) else "passed"
+    word = f"Parity gate of {c.id}: {'good' if all(row['ok'] for row in shown) else 'fails'}"
     url = "data:image/png;base64," + base64.b64encode(png).decode()
-    await in_ui(acreate_image_artifact(url, key=f"{c.id}-parity-picture", description=f"Parity gate of {c.id}: {word}"))
-    await in_ui(
-        acreate_table_artifact(parity_table(shown, bounds), key=f"{c.id}-parity", description=f"Parity gate: {word}")
-    )
+    await in_ui(acreate_image_artifact(url, key=f"{c.id}-parity-picture", description=word))
+    await in_ui(acreate_table_artifact(parity_table(shown, bounds), key=f"{c.id}-parity", description=word))
     if tried:
-        words = "Each row: the engines started again with one setting changed, on the same prompts"
-        await in_ui(
-            acreate_table_artifact(ablation_table(shown, tried), key=f"{c.id}-parity-ablation", description=words)
-        )
+        word = "Engines started again with one setting changed, on the same prompts"
+        table = ablation_table(shown, tried)
+        await in_ui(acreate_table_artifact(table, key=f"{c.id}-parity-ablation", description=word))
 
 
 def accept(rounds: Sequence[Round]) -> dict[str, float]:

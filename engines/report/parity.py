@@ -56,7 +56,7 @@ def _trial(setting: str, now: object, tried: object, rounds: Rows, note: str) ->
         for metric, short in (("mismatch/kl_k3", "KL"), ("mismatch/max_abs_log_ratio", "largest |Δ|")):
             values = [m[metric] for m in metrics if metric in m]
             line[f"{short}, {words}"] = readable(max(values)) if values else ""
-    verdict = "every bound holds" if all(r["ok"] for r in rounds) else "bounds are passed"
+    verdict = "within all bounds" if all(r["ok"] for r in rounds) else "beyond a bound"
     return line | {"result": verdict if rounds else note}
 
 

@@ -28,6 +28,8 @@ def main() -> None:
             results.append({k: v for k, v in metrics.items() if k != "seconds"})
         elif action == "logprobs":
             results.append(engine.logprobs(random_samples(seed=argument), "policy").tolist())
+        elif action == "probe":
+            engine.probe(argument)
         elif action == "save":
             engine.save(Path(argument), cursor=11)
         elif action == "load":
