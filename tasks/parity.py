@@ -181,7 +181,7 @@ async def end_trials() -> None:
 
 @stage("parity-report", "parity-report")
 async def parity_report(rounds: Sequence[Round], trials: Sequence[Trial] = ()) -> None:
-    """All figures into the store; tables and a picture into the UI, at once or while the engines work on what follows."""
+    """All figures into the store; tables and a picture into the UI, where nothing is wrong beside what follows."""
     c = current()
     shown = [
         {"weights": r.weights, "engine": r.engine, "metrics": r.metrics, "tables": r.tables, "ok": not excesses(c, r)}
