@@ -4,11 +4,12 @@ import asyncio
 
 from prefect import Flow, flow
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.logging import get_run_logger
 from pydantic import ValidationError
 
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.recipe import Recipe
-from headrace.engines.rpc.errors import EngineError
+from headrace.engines.rpc.errors import EngineError, Fenced
 from headrace.flows.campaign import leave_engines, open_campaign
 from headrace.tasks.ablation import Knob, knobs
 from headrace.tasks.campaign import current
@@ -30,6 +31,7 @@ from headrace.tasks.parity import (
     parity_weights,
     try_knob,
 )
+from headrace.tasks.recovery import SyncMismatch
 from headrace.tasks.shutdown import release_engines
 
 SUFFIX = "-parity"
@@ -75,6 +77,7 @@ async def parity_gate(campaign: str) -> dict[str, float]:
     if not any(excesses(c, r) for r in rounds):
         await parity_report(rounds)
         return accept(rounds)
+    get_run_logger().warning("rollout engine and trainer differ too much; looking for the cause")
     changed = [r for r in rounds if r.weights == CHANGED and excesses(c, r)]
     stale = {r.engine: await parity_logprob("before", r.engine, r.generated) for r in changed}
     trials = [await _trial(knob, drawn) for knob in knobs(c.recipe)] if c.recipe.parity.ablation else []
@@ -105,7 +108,9 @@ async def _trial(knob: Knob, drawn: Manifest) -> Trial:
     try:
         await try_knob(knob)
         return Trial(knob, await _rounds(drawn, f"{knob.slug}/"))
+    except Fenced:
+        raise
     except ValidationError as error:
         return Trial(knob, note=f"does not go with this recipe: {error.errors()[0]['msg']}")
-    except (EngineStartFailed, EngineError) as error:
+    except (EngineStartFailed, EngineError, SyncMismatch) as error:
         return Trial(knob, note=f"did not run: {str(error).splitlines()[0]}")

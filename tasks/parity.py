@@ -16,7 +16,6 @@ from headrace.engines.experience.store import stage_key
 from headrace.engines.report.parity import Rows, ablation_table, parity_png, parity_table
 from headrace.tasks.ablation import Knob
 from headrace.tasks.campaign import Campaign, current
-from headrace.tasks.recovery import probe_weights
 from headrace.tasks.report import in_ui
 from headrace.tasks.stage import stage
 
@@ -76,7 +75,6 @@ def excesses(c: Campaign, found: Round) -> list[Excess]:
 async def parity_prompts() -> Manifest:
     """The first training prompts; the ledger does not reserve them."""
     c = current()
-    c.progress.update(stage="parity")
     recipe = c.recipe
     config = {"data": recipe.data.model_dump(mode="json"), "seed": recipe.seed, "count": recipe.parity.prompts}
     key = stage_key("parity-prompts", CODE, config, [])
@@ -91,15 +89,15 @@ async def parity_prompts() -> Manifest:
 async def parity_weights(weights: str, trial: str = "") -> None:
     """Trainer and rollout engines go to the changed weights, or back to the campaign's; served digests are verified."""
     c = current()
+    c.progress.update(stage="parity")
     if weights == CHANGED and c.probed is None:
-        await probe_weights(c, await c.engines.client("actor", 0), on=True)
         c.probed = c.version, c.weights_key
         c.move_to(PROBE_VERSION, stage_key("probe", CODE, {}, [c.weights_key]))
     elif weights == OWN and c.probed is not None:
-        own = c.probed
-        c.probed = None
-        await probe_weights(c, await c.engines.client("actor", 0), on=False)
+        own, c.probed = c.probed, None
         c.move_to(*own)
+    job = f"probe-{c.attempt}-{next(c.sync_numbers)}"
+    await c.engines.call("actor", 0, "probe", {"on": weights == CHANGED}, job_id=job)
     await c.engines.sync_all()
 
 

@@ -39,13 +39,8 @@ async def restore_actor(c: "Campaign", client: EngineClient) -> None:
     """Brings a trainer to the end of what the campaign has trained, and under the parity gate's probe if that is on."""
     await _replay(c, client)
     if c.probed is not None:
-        await probe_weights(c, client, on=True)
-
-
-async def probe_weights(c: "Campaign", client: EngineClient, on: bool) -> None:
-    """Turns the trainer's weights into others, or back; see ``ModelEngine.probe``."""
-    job = f"probe-{c.attempt}-{next(c.sync_numbers)}"
-    await client.call("probe", {"on": on}, job_id=job, deadline_s=c.recipe.deadlines.stage)
+        job = f"probe-{c.attempt}-{next(c.sync_numbers)}"
+        await client.call("probe", {"on": True}, job_id=job, deadline_s=c.recipe.deadlines.stage)
 
 
 async def _replay(c: "Campaign", client: EngineClient) -> None:

@@ -17,6 +17,7 @@ from headrace.engines.experience.schema import GENERATE, SCORE
 from headrace.engines.experience.store import Store, StoreError
 from headrace.engines.report import History, curves_png, samples_markdown, stage_table, tensorboard, write_tensorboard
 from headrace.engines.report.curves import moving_mean, series
+from headrace.engines.report.parity import ablation_table, parity_png, parity_table
 from headrace.engines.report.samples import fenced, inline
 from headrace.engines.report.stages import readable_bytes
 
@@ -205,3 +206,42 @@ def test_importing_needs_neither_torch_nor_matplotlib_nor_tensorboard():
     code = "import sys, headrace.engines.report; print({'torch', 'matplotlib', 'tensorboard'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
     assert ran.stdout.strip() == "set()", ran.stderr
+
+
+def _round(weights: str, kl: float, ok: bool) -> dict:
+    rows = [{"tokens": 10.0, "kl_k3": kl, "mean_abs": kl, "max_abs": kl}]
+    tables = {
+        "positions": [{"from": 0, **rows[0]}, {"from": 4, **rows[0]}],
+        "classes": [{"class": "digit", **rows[0]}],
+        "histogram": [0, 1, 2, 3, 4, 0, 0, 0, 0, 0, 0, 0],
+    }
+    metrics = {"mismatch/kl_k3": kl, "mismatch/mean": 1.5, "mismatch/max_abs_log_ratio": 2 * kl, "tokens": 10.0}
+    return {"weights": weights, "engine": 0, "metrics": metrics, "tables": tables, "ok": ok}
+
+
+def test_the_parity_gate_is_drawn_and_tabulated():
+    bounds = {"mean_ratio": 0.03, "kl_k3": 0.015, "ess": 0.95}
+    rounds = [_round("changed", 0.4, False), _round("own", 1e-3, True)]
+    lines = {line["figure"]: line for line in parity_table(rounds, bounds)}
+    assert lines["mean ratio old/behaviour"] == {
+        "figure": "mean ratio old/behaviour",
+        "bound": "1 ± 0.03",
+        "changed weights": "1.5",
+        "the campaign's weights": "1.5",
+    }
+    assert (
+        lines["effective sample size"]["bound"] == "≥ 0.95" and lines["effective sample size"]["changed weights"] == ""
+    )
+    trials = [
+        {"setting": "dtype", "now": "bfloat16", "tried": "float32", "note": "", "rounds": [_round("own", 1e-7, True)]},
+        {"setting": "enforce_eager", "now": True, "tried": True, "note": "already so", "rounds": []},
+    ]
+    table = ablation_table(rounds, trials)
+    assert [line["result"] for line in table] == ["beyond a bound", "within all bounds", "already so"]
+    assert table[0]["KL, changed weights"] == "0.4" and table[2]["KL, changed weights"] == ""
+    heights = []
+    for tried in ([], trials):
+        image = matplotlib.image.imread(BytesIO(parity_png(rounds, bounds, tried)))
+        assert image.shape[1] > 1000 and image.std() > 0.05
+        heights.append(image.shape[0])
+    assert heights[1] > 1.5 * heights[0]
