@@ -7,6 +7,21 @@ from headrace.blocks.inheritance import assignments, flatten, merge
 from headrace.blocks.recipe import Recipe
 
 
+SAFE: dict[str, Any] = {
+    "logprobs_mode": "processed_logprobs",
+    "enable_prefix_caching": False,
+    "async_scheduling": False,
+    "enable_chunked_prefill": False,
+    "batch_invariant": True,
+    "deterministic": True,
+    "decode_graphs": False,
+    "enforce_eager": True,
+}
+"""Settings of back ends that may change numbers, as long as they have them, and the value above suspicion."""
+ON_GPUS = ("async_scheduling", "enable_chunked_prefill", "batch_invariant")
+"""vLLM has them on GPUs only."""
+
+
 @dataclass(frozen=True)
 class Knob:
     """One setting, the value that is above suspicion, and whose engines are started with it."""
@@ -44,16 +59,13 @@ class Knob:
 def knobs(recipe: Recipe) -> list[Knob]:
     """Those that the recipe's back end has, in the order in which repairs are to be tried: what is reported, then how
     it is computed, then its precision."""
+    backend = recipe.rollout.backend
     gpus = bool(recipe.roles.rollout.gpus)
-    settings: list[tuple[str, Any, tuple[str, ...]]] = []
-    if recipe.rollout.backend.kind == "vllm":
-        settings += [("rollout.backend.logprobs_mode", "processed_logprobs", ("rollout",))]
-        settings += [("rollout.backend.enable_prefix_caching", False, ("rollout",))]
-        if gpus:
-            settings += [("rollout.backend.async_scheduling", False, ("rollout",))]
-            settings += [("rollout.backend.enable_chunked_prefill", False, ("rollout",))]
-            settings += [("rollout.backend.batch_invariant", True, ("rollout",))]
-        settings += [("rollout.backend.enforce_eager", True, ("rollout",))]
+    settings: list[tuple[str, Any, tuple[str, ...]]] = [
+        (f"rollout.backend.{name}", value, ("rollout",))
+        for name, value in SAFE.items()
+        if name in type(backend).model_fields and (gpus or name not in ON_GPUS)
+    ]
     if recipe.model.dtype != "float32":
         other = "model" if recipe.model.head_dtype == "float32" else "float32"
         settings += [("model.head_dtype", other, ("rollout",)), ("model.head_dtype", other, ("actor",))]
