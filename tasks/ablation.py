@@ -6,7 +6,6 @@ from typing import Any
 from headrace.blocks.inheritance import assignments, flatten, merge
 from headrace.blocks.recipe import Recipe
 
-
 SAFE: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "enable_prefix_caching": False,
