@@ -15,15 +15,8 @@ from headrace.tasks.ablation import Knob, knobs
 from headrace.tasks.campaign import current
 from headrace.tasks.engines import EngineStartFailed
 from headrace.tasks.parity import (
-    CHANGED,
-    OWN,
-    ParityFailed,
-    Round,
-    Trial,
     accept,
     end_trials,
-    excesses,
-    failure,
     parity_generate,
     parity_logprob,
     parity_prompts,
@@ -33,6 +26,7 @@ from headrace.tasks.parity import (
 )
 from headrace.tasks.recovery import SyncMismatch
 from headrace.tasks.shutdown import release_engines
+from headrace.tasks.verdict import CHANGED, OWN, ParityFailed, Round, Trial, excesses, failure
 
 SUFFIX = "-parity"
 """Of the id under which the gate runs alone."""
