@@ -15,8 +15,8 @@ from headrace.algorithms.tokens import Tokens
 TAIL_QUANTILE = 0.999
 BFLOAT16_STEP = 2.0**-7
 """Two bfloat16 numbers of magnitude 1 or more differ by a multiple of this."""
-STEP_TOLERANCE = 0.02
-"""How far from a multiple, in steps, still counts: float32 log-probabilities round to about 1e-4 of a step."""
+STEP_TOLERANCE = 0.005
+"""How far from a multiple, in steps, still counts: float32 log-probabilities round to a few 1e-4 of a step."""
 EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 """Where the histogram of |log(old / behaviour)| is cut (nats)."""
 
@@ -116,7 +116,8 @@ def bfloat16_share(logprobs: Tensor, pairs: tuple[Tensor, Tensor], temperature: 
 
     Of two tokens under one distribution, the log-probabilities [T] differ by the difference of their logits /
     temperature. Logits that a bfloat16 head made differ by multiples of ``BFLOAT16_STEP``: a share near 1. Others do
-    so by chance: a share near 2 × ``STEP_TOLERANCE``.
+    so by chance: a share near 2 × ``STEP_TOLERANCE``. In between: a bfloat16 head, under contexts that were computed
+    twice and rounded differently.
     """
     left, right = pairs
     if not len(left):

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from headrace.blocks.base import Strict
 
+FEWEST_ON_GRID = 2.5
+"""Pairs on the grid; fewer may be there by chance."""
 USUAL: dict[str, dict[str, float]] = {
     "bfloat16": {
         "mean_ratio": 0.03,
@@ -30,8 +32,8 @@ USUAL: dict[str, dict[str, float]] = {
 """Bounds of a recipe that gives none, by compute dtype. Healthy back ends stay a few times below them."""
 CLIPPING = ("ppo_clip", "clip_cov", "gspo", "gmpo", "dppo", "cispo")
 """Losses that have clip bounds."""
-BFLOAT16_HEAD = 0.5
-"""Above this share of pairs (``…/bfloat16_share``), logits are of bfloat16 precision; a float32 head has about 0.04."""
+CHANCE = 0.01
+"""Share of pairs (``…/bfloat16_share``) that float32 logits have on a bfloat16 grid; bfloat16 ones have more, up to 1."""
 
 
 class ParityBounds(Strict):
@@ -86,7 +88,10 @@ class Excess:
             "clip_fraction": "share of clipped ratios",
         }
         if self.name.endswith("head"):
-            return f"{self.name}: logits have bfloat16 precision, though model.head_dtype is float32"
+            return (
+                f"{self.name}: logits have bfloat16 precision, though model.head_dtype is float32 "
+                f"({self.value:.0%} of token pairs on its grid; by chance at most {self.bound:.0%})"
+            )
         bound = {"mean_ratio": f"1 ± {self.bound:g}", "ess": f"≥ {self.bound:g}"}.get(self.name, f"≤ {self.bound:g}")
         return f"{what[self.name]} is {self.value:.3g} (bound {bound})"
 
@@ -111,7 +116,8 @@ def exceeded(metrics: Mapping[str, float], bounds: Mapping[str, float], head_dty
             found.append(Excess(name, value, bound))
     if head_dtype == "float32":
         for side, who in (("behaviour", "rollout"), ("old", "trainer")):
-            share = metrics.get(f"{side}/bfloat16_share", 0.0)
-            if share > BFLOAT16_HEAD:
-                found.append(Excess(f"{who} head", share, BFLOAT16_HEAD))
+            share, pairs = metrics.get(f"{side}/bfloat16_share", 0.0), metrics.get("fork_pairs", 0.0)
+            most = CHANCE + 5 * math.sqrt(CHANCE * (1 - CHANCE) / max(pairs, 1.0))
+            if share > most and share * pairs > FEWEST_ON_GRID:
+                found.append(Excess(f"{who} head", share, most))
     return found

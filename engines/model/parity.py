@@ -49,8 +49,8 @@ def compared(
 
     Metrics beside those of ``algorithms.parity.compare``: ``old/entropy`` (mean of the trainer's distributions),
     ``behaviour/entropy`` (estimated by −log-probability of what was sampled: engines give no more),
-    ``behaviour/bfloat16_share`` and ``old/bfloat16_share``. Tables: ``positions`` and ``classes`` (rows
-    of ``by_label``), ``histogram``, ``pairs``.
+    ``behaviour/bfloat16_share`` and ``old/bfloat16_share`` over ``fork_pairs`` pairs. Tables: ``positions`` and
+    ``classes`` (rows of ``by_label``), ``histogram``.
     """
     mask, behaviour = (columns.tokens_of(table, name, samples) for name in ("response_mask", "behaviour_logprobs"))
     assert mask is not None and behaviour is not None
@@ -62,6 +62,7 @@ def compared(
         metrics["old/entropy"] = float(batch.gather(entropies).mean())
         metrics["behaviour/entropy"] = -float(written.mean())
     pairs = parity.fork_gaps(samples.groups, samples.response_ids, batch)
+    metrics["fork_pairs"] = float(len(pairs[0]))
     if len(pairs[0]) >= FEWEST_PAIRS:
         for name, logprobs in (("behaviour", behaviour), ("old", old)):
             metrics[f"{name}/bfloat16_share"] = parity.bfloat16_share(logprobs, pairs, temperature)
@@ -71,7 +72,6 @@ def compared(
         "positions": [{"from": 1 << k >> 1, **row} for k, row in places.items()],
         "classes": [{"class": CLASSES[k], **row} for k, row in kinds.items()],
         "histogram": parity.histogram(**given),
-        "pairs": len(pairs[0]),
     }
     return metrics, tables
 

@@ -21,6 +21,7 @@ FIGURES = (
     ("old/entropy", "", "entropy, trainer"),
     ("behaviour/bfloat16_share", "", "logits on a bfloat16 grid, rollout engine"),
     ("old/bfloat16_share", "", "logits on a bfloat16 grid, trainer"),
+    ("fork_pairs", "", "pairs that show that grid"),
     ("tokens", "", "tokens"),
 )
 """Metric, name of its bound (empty = none), words."""

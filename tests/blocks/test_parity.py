@@ -42,9 +42,18 @@ def test_the_recipe_s_bound_goes_before_the_dtype_s():
     assert bounds["kl_k3"] == 0.5 and bounds["clip_fraction"] == 0.2 and bounds["max_abs_log_ratio"] == 0.1
 
 
-@pytest.mark.parametrize(("head", "found"), [("float32", ["rollout head"]), ("model", [])])
-def test_a_bfloat16_head_counts_where_float32_was_promised(head, found):
-    metrics = GOOD | {"behaviour/bfloat16_share": 1.0, "old/bfloat16_share": 0.04}
+@pytest.mark.parametrize(
+    ("head", "share", "pairs", "found"),
+    [
+        ("float32", 1.0, 30, ["rollout head"]),
+        ("float32", 0.18, 100, ["rollout head"]),
+        ("float32", 0.04, 100, []),
+        ("float32", 0.2, 10, []),
+        ("model", 1.0, 30, []),
+    ],
+)
+def test_a_bfloat16_head_counts_where_float32_was_promised(head, share, pairs, found):
+    metrics = GOOD | {"behaviour/bfloat16_share": share, "old/bfloat16_share": 0.02, "fork_pairs": pairs}
     assert [e.name for e in exceeded(metrics, BOUNDS, head)] == found
 
 
