@@ -33,7 +33,7 @@ USUAL: dict[str, dict[str, float]] = {
 CLIPPING = ("ppo_clip", "clip_cov", "gspo", "gmpo", "dppo", "cispo")
 """Losses that have clip bounds."""
 CHANCE = 0.01
-"""Share of pairs (``…/bfloat16_share``) that float32 logits have on a bfloat16 grid; bfloat16 ones have more, up to 1."""
+"""Share of pairs (``…/bfloat16_share``) that float32 logits have on a bfloat16 grid; others have more, up to 1."""
 
 
 class ParityBounds(Strict):
