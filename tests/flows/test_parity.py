@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -51,6 +53,22 @@ def test_a_campaign_passes_the_gate_once(stack, tiny_recipe, tmp_path):
     assert again.returncode == 0, again.stdout + again.stderr
     assert store.manifests(STEP, "parity") == [passed]
     assert [p for p in store.paths("parity") if p.endswith(".json")] == ["parity/attempt-0001.json"]
+
+
+def test_an_actor_that_dies_under_changed_weights_leaves_no_trace(stack, tiny_recipe, tmp_path):
+    file = recipe(tmp_path / "traceless.yaml", tiny_recipe, name="traceless", iterations=2)
+    ungated = stack.headrace("run", file, "--campaign", "ungated", "--set", "parity.when=never")
+    assert ungated.returncode == 0, ungated.stdout + ungated.stderr
+    assert not stack.store("ungated").paths("parity")
+    following = stack.start("run", file)
+    stack.wait_for("traceless", lambda p: p.get("stage") == "parity")
+    os.kill(json.loads(stack.store("traceless").get("leases/actor-0.json"))["pid"], signal.SIGKILL)
+    out, _ = following.communicate(timeout=240)
+    assert following.returncode == 0, out
+    assert stack.store("traceless").manifests(STEP, "parity")
+    models = [json.loads(stack.store(c).get("summary.json"))["model"] for c in ("ungated", "traceless")]
+    one, two = (Path(model, "model.safetensors").read_bytes() for model in models)
+    assert one == two
 
 
 def test_the_gate_alone(stack, tiny_recipe, tmp_path):

@@ -51,11 +51,11 @@ def test_the_campaign_goes_on_by_itself(stack, tiny_recipe, what):
     _check(stack, f"without-{what}")
 
 
-@pytest.mark.parametrize("stage", ["start engines", "generate", "score", "train", "sync-weights", "report"])
+@pytest.mark.parametrize("stage", ["start engines", "parity", "generate", "score", "train", "sync-weights", "report"])
 def test_the_same_command_continues_after_the_flow_was_killed(stack, tiny_recipe, stage):
     campaign = f"killed-in-{stage.replace(' ', '-')}"
     following = stack.start("run", str(tiny_recipe), "--campaign", campaign)
-    at = 0 if stage == "start engines" else 2
+    at = 0 if stage in ("start engines", "parity") else 2
     stack.wait_for(campaign, lambda p: p.get("iteration", -1) >= at and p["stage"] == stage)
     _kill(stack, campaign, "flow")
     out, _ = following.communicate(timeout=120)
