@@ -59,6 +59,8 @@ class Campaign:
         """The weight version that rollout engines must serve now."""
         self.weights_key = self.model_id
         """Content key of what made those weights: the model, or a train manifest."""
+        self.cursor = 0
+        """Place in the data order where the next prompts are drawn."""
         self.sync_numbers = itertools.count()
         self.spans: list[tuple[float, float]] = []
         """When scoring ran; the engines keep their own."""

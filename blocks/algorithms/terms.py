@@ -141,11 +141,14 @@ class Correction(Strict):
 
 
 class EqualRewards(Strict):
-    """Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing; they are dropped and counted."""
+    """Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing: dropped, replaced and counted."""
 
     kind: Literal["equal_rewards"] = "equal_rewards"
     tolerance: float = Field(default=0.0, ge=0)
     """Rewards that differ by at most this count as equal."""
+    rounds: int = Field(default=3, ge=1)
+    """Rounds of generation in one iteration: each asks one new prompt for every group that taught nothing so far.
+    1 = such groups are dropped and not replaced."""
 
 
 class Overlong(Strict):
