@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -80,6 +82,19 @@ def test_groups_that_teach_nothing_are_replaced(stack, tiny_recipe, tmp_path):
     assert Ledger(store).frontier().cursor == asked
 
 
+def test_a_kill_between_rounds_changes_nothing(stack, tiny_recipe, tmp_path):
+    recipe = _recipe(tmp_path, tiny_recipe, "replaced", **VARIANTS["replaced"])
+    following = stack.start("run", recipe, "--campaign", "replaced-again")
+    store = stack.store("replaced-again")
+    while following.poll() is None and not any(m.shard for m in store.manifests(1, "prompts")):
+        time.sleep(0.01)
+    os.kill(stack.progress("replaced-again")["pid"], signal.SIGKILL)
+    following.communicate(timeout=120)
+    _finished(stack, store, stack.headrace("run", recipe, "--campaign", "replaced-again"))
+    keys = [[m.key for m in s.manifests(2, "train")] for s in (store, stack.store("replaced"))]
+    assert keys[0] == keys[1]
+
+
 def test_on_s3(stack, tiny_recipe, tmp_path, s3_bucket):
     """Experience, ledger and weights in a bucket, with credentials that only a Prefect block knows."""
     code = (
@@ -98,7 +113,9 @@ def test_a_disk_that_fills_up(stack, tiny_recipe, tmp_path):
     """The campaign stops with one message; with room again, the same command continues it."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", disk], check=False, capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", disk], check=False, capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("needs the right to mount a file system")
     try:
@@ -106,7 +123,7 @@ def test_a_disk_that_fills_up(stack, tiny_recipe, tmp_path):
         store = Store(f"{disk}/full")
         following = stack.start("run", recipe)
         while following.poll() is None and not (store.exists("recipe.json") and store.manifests(1, "prompts")):
-            pass
+            time.sleep(0.01)
         ballast = disk / "ballast"
         with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
             while True:
