@@ -236,5 +236,10 @@ class Recipe(Strict):
         return self
 
     @property
+    def rounds(self) -> int:
+        """Rounds of generation in one iteration: more than one where groups that teach nothing are replaced."""
+        return self.algorithm.filter.rounds if self.algorithm.filter else 1
+
+    @property
     def needs_reference(self) -> bool:
         return self.algorithm.needs_reference

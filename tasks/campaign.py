@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from headrace.blocks.home import home, model_folder, store_url
+from headrace.blocks.home import campaign_folder, model_folder, store_url
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.recipe import Recipe
 from headrace.engines.experience.ledger import Ledger
@@ -44,7 +44,7 @@ class Campaign:
         root = store_url(recipe.store)
         self.url = f"{root.rstrip('/')}/{id}"
         self.store = Store(self.url)
-        self.folder = Path(self.url) if "://" not in self.url else home() / "campaigns" / id
+        self.folder = campaign_folder(root, id)
         """Local folder for what must lie on a disk: trainer state, sockets, logs."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._same_recipe()
@@ -59,6 +59,8 @@ class Campaign:
         """The weight version that rollout engines must serve now."""
         self.weights_key = self.model_id
         """Content key of what made those weights: the model, or a train manifest."""
+        self.cursor = 0
+        """Place in the data order where the next prompts are drawn."""
         self.sync_numbers = itertools.count()
         self.spans: list[tuple[float, float]] = []
         """When scoring ran; the engines keep their own."""
