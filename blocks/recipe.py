@@ -135,6 +135,11 @@ class Rollout(Strict):
     shards: int = Field(2, ge=1, le=64)
     """Mapped task runs of generate and score in each iteration."""
 
+    @property
+    def deterministic(self) -> bool:
+        """The same work gives the same tokens, so shards have fixed engines; else any engine goes on with any shard."""
+        return isinstance(self.backend, TransformersRollout)
+
 
 class Optim(Strict):
     """AdamW on float32 master weights."""

@@ -2,7 +2,7 @@
 
 from headrace.blocks.manifest import Manifest
 from headrace.tasks.campaign import current
-from headrace.tasks.stage import run_job, stage
+from headrace.tasks.stage import run_rollout_job, stage
 
 CODE = "2"
 
@@ -14,10 +14,11 @@ async def generate(step: int, shard: int, prompts: Manifest) -> Manifest:
     recipe = c.recipe
     rows = recipe.prompts
     shards, engines = recipe.rollout.shards, recipe.roles.rollout.engines
+    parts = [[rows * one // shards, rows * (one + 1) // shards] for one in range(shards)]
+    start, stop = parts[shard]
     index = shard % engines
-    # The shards of one engine; what an engine samples in one batch decides how it rounds.
-    cohort = [[rows * one // shards, rows * (one + 1) // shards] for one in range(index, shards, engines)]
-    start, stop = cohort[shard // engines]
+    # The shards of one engine; what a deterministic engine samples in one batch decides how it rounds.
+    cohort = parts[index::engines] if recipe.rollout.deterministic else [[start, stop]]
     # Where and how fast it runs is not part of what is made, apart from the back end itself.
     config = {
         "rollout": recipe.rollout.model_dump(mode="json", exclude={"shards"}),
@@ -40,7 +41,8 @@ async def generate(step: int, shard: int, prompts: Manifest) -> Manifest:
         "inputs": [prompts.key],
     }
     c.start_deferred()
-    made = await run_job("rollout", index, "generate", "generate", step, shard, key, params)
+    samples = (stop - start) * recipe.rollout.n
+    made = await run_rollout_job("generate", step, shard, key, params, index=index, samples=samples)
     first = step * rows
     c.ledger.committed(step, shard, list(range(first + start, first + stop)), made.key)
     return made
