@@ -282,6 +282,11 @@ class HostedEngine:
         self._lose(f"{self.launch.name} was stopped")
         self._folder.cleanup()
 
+    @property
+    def pid(self) -> int:
+        """Process id of the program's guard."""
+        return self._child.pid
+
     def last_lines(self) -> str:
         return f"Its last lines:\n{self._child.tail(LINES)}"
 

@@ -72,6 +72,7 @@ class Bench:
     cohorts: Cohorts
     scribe: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "scribe"))
     """Renders prompts, decodes answers and writes, so that the engine's loop goes on; tokenizers want one thread."""
+    save_s: float = SAVE_S
 
 
 async def generate(bench: Bench, params: GenerateParams, progress: Progress) -> Manifest:
@@ -216,7 +217,7 @@ def _prepare(bench: Bench, store: Store, params: _Sample, n: int, sampling: Samp
 async def _keep_saving(bench: Bench, store: Store, path: str, requests: list[Request]) -> None:
     """So that another engine can go on from the tokens when this process dies."""
     while not bench.engine.deterministic:
-        await asyncio.sleep(SAVE_S)
+        await asyncio.sleep(bench.save_s)
         await _save(bench, store, path, requests)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.blocks.recipe import VLLMRollout
 from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.rollout import errors, hosted
@@ -32,7 +31,9 @@ class Engines:
     """Starts engines and closes them."""
 
     def __init__(self, model: Path, logs: Path) -> None:
-        self.spec = RolloutSpec(model=str(model), gpus=0, python=sys.executable, backend=VLLMRollout())
+        self.spec = RolloutSpec.model_validate(
+            {"model": str(model), "python": sys.executable, "backend": {"kind": "vllm"}}
+        )
         self._logs = logs
         self.started: list[HostedEngine] = []
 
