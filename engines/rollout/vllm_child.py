@@ -45,6 +45,7 @@ class VLLM:
         return {"engine": f"vllm {self._version}", "version": self._version}
 
     async def complete(self, name: str, prompt_ids: list[int], sampling: Sampling, heard: Heard) -> str:
+        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
         params = self._params(
@@ -58,7 +59,7 @@ class VLLM:
             detokenize=False,
             output_kind=self._delta,
         )
-        prompt = {"prompt_token_ids": prompt_ids} | ({"cache_salt": sampling.salt} if sampling.salt else {})
+        prompt = tokens_input(prompt_ids, cache_salt=sampling.salt or None)
         try:
             async for output in self.llm.generate(prompt, params, name):
                 [answer] = output.outputs

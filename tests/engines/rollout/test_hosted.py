@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,45 +12,16 @@ from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.rollout import errors, hosted
 from headrace.engines.rollout.base import START_VERSION, Completion, Request, Sampling
 from headrace.engines.rollout.counter import sample_seed
-from headrace.engines.rollout.hosted import HostedEngine, Launch
-from headrace.engines.rollout.spec import RolloutSpec
+from headrace.engines.rollout.hosted import HostedEngine
 from headrace.engines.rollout.trtllm import start as start_trtllm
 from headrace.engines.rollout.vllm import VLLMEngine
 
 pytestmark = pytest.mark.anyio
-PROGRAM = (str(Path(__file__).with_name("scripted_engine.py")),)
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-class Engines:
-    """Starts engines and closes them."""
-
-    def __init__(self, model: Path, logs: Path) -> None:
-        self.spec = RolloutSpec.model_validate(
-            {"model": str(model), "python": sys.executable, "backend": {"kind": "vllm"}}
-        )
-        self._logs = logs
-        self.started: list[HostedEngine] = []
-
-    async def __call__(self, fault: str = "", **changes) -> HostedEngine:
-        fields = {"places": 8, "max_len": 256, "salted": False, "tested": ("9.9",), "program": PROGRAM, "flags": ()}
-        launch = Launch(**{"name": "Scripted", "env": {"HEADRACE_TEST_FAULT": fault}, **fields, **changes})
-        engine = HostedEngine(self.spec, launch, self._logs)
-        self.started.append(engine)
-        await engine.open()
-        return engine
-
-
-@pytest.fixture
-async def engines(tiny_model: Path, tmp_path: Path):
-    made = Engines(tiny_model, tmp_path)
-    yield made
-    for engine in made.started:
-        await engine.close()
 
 
 def requests(groups: int = 2, n: int = 2, max_tokens: int = 8) -> list[Request]:
@@ -67,7 +37,7 @@ def source(version: int) -> WeightSource:
     return WeightSource(version=version, transport="shm", address="/nowhere")
 
 
-async def test_groups_come_as_they_finish(engines: Engines):
+async def test_groups_come_as_they_finish(engines):
     engine = await engines()
     short, long = requests(1, max_tokens=3), requests(2, max_tokens=60)[1:]
     order = [group.group async for group in engine.generate([*long, *short])]
@@ -77,7 +47,7 @@ async def test_groups_come_as_they_finish(engines: Engines):
     assert seeds == [seed % 1000 for seed in long[0].seeds]
 
 
-async def test_a_weight_update_continues_every_request_from_its_tokens(engines: Engines):
+async def test_a_weight_update_continues_every_request_from_its_tokens(engines):
     engine = await engines()
     asked = requests(max_tokens=60)
     running = asyncio.create_task(collect(engine, asked))
@@ -93,7 +63,7 @@ async def test_a_weight_update_continues_every_request_from_its_tokens(engines: 
             assert c.token_ids[before + 1] == sample_seed(asked[group].seeds[c.sample], before, 0) % 1000
 
 
-async def test_begun_samples_go_on_and_finished_ones_stay(engines: Engines):
+async def test_begun_samples_go_on_and_finished_ones_stay(engines):
     engine = await engines()
     request = requests(1, n=3)[0]
     request.begun[0] = Completion(0, [5, 6], [-1.0, -2.0], "", [(4, 2)])
@@ -104,7 +74,7 @@ async def test_begun_samples_go_on_and_finished_ones_stay(engines: Engines):
     assert completions[2].token_ids == [9] and completions[1].token_ids[0] == 3
 
 
-async def test_what_is_under_way_is_bounded(engines: Engines):
+async def test_what_is_under_way_is_bounded(engines):
     engine = await engines(places=3)
     running = asyncio.create_task(collect(engine, requests(4, n=2, max_tokens=40)))
     await asyncio.sleep(0.2)
@@ -112,7 +82,7 @@ async def test_what_is_under_way_is_bounded(engines: Engines):
     assert len(await running) == 4
 
 
-async def test_pause_modes(engines: Engines):
+async def test_pause_modes(engines):
     engine = await engines()
     running = asyncio.create_task(collect(engine, requests(max_tokens=30)))
     await asyncio.sleep(0.1)
@@ -133,7 +103,7 @@ async def test_pause_modes(engines: Engines):
     assert len(await collect(engine, requests())) == 2
 
 
-async def test_a_load_that_fails_ends_what_is_under_way(engines: Engines):
+async def test_a_load_that_fails_ends_what_is_under_way(engines):
     engine = await engines()
     running = asyncio.create_task(collect(engine, requests(max_tokens=100)))
     await asyncio.sleep(0.1)
@@ -144,19 +114,19 @@ async def test_a_load_that_fails_ends_what_is_under_way(engines: Engines):
         await collect(engine, requests())
 
 
-async def test_a_wrong_number_of_logprobs(engines: Engines):
+async def test_a_wrong_number_of_logprobs(engines):
     engine = await engines("logprobs")
     with pytest.raises(errors.WrongLogprobs, match="2 log-probabilities for 1 tokens"):
         await asyncio.wait_for(collect(engine, requests()), 20)
 
 
-async def test_an_engine_that_stops_in_the_middle(engines: Engines):
+async def test_an_engine_that_stops_in_the_middle(engines):
     engine = await engines("stops")
     with pytest.raises(errors.EngineDied, match="which nobody dropped"):
         await asyncio.wait_for(collect(engine, requests()), 20)
 
 
-async def test_an_engine_that_dies_in_the_middle_leaves_its_tokens(engines: Engines):
+async def test_an_engine_that_dies_in_the_middle_leaves_its_tokens(engines):
     engine = await engines("dies")
     asked = requests()
     with pytest.raises(errors.EngineDied, match="exit status 3"):
@@ -166,7 +136,7 @@ async def test_an_engine_that_dies_in_the_middle_leaves_its_tokens(engines: Engi
         await asyncio.wait_for(engine.watch(), 20)
 
 
-async def test_an_engine_that_falls_silent(engines: Engines, monkeypatch: pytest.MonkeyPatch):
+async def test_an_engine_that_falls_silent(engines, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hosted, "STATUS_EVERY_S", 0.1)
     monkeypatch.setattr(hosted, "SILENT_S", 0.3)
     engine = await engines("silent")
@@ -174,45 +144,45 @@ async def test_an_engine_that_falls_silent(engines: Engines, monkeypatch: pytest
         await asyncio.wait_for(engine.watch(), 20)
 
 
-async def test_an_engine_that_dies_while_it_loads_says_its_last_50_lines(engines: Engines):
+async def test_an_engine_that_dies_while_it_loads_says_its_last_50_lines(engines):
     with pytest.raises(errors.EngineDied, match=r"exit status 7") as raised:
         await engines("loading")
     lines = str(raised.value).splitlines()
     assert lines[-50:] == [f"line {n}" for n in range(50, 100)] and "line 49" not in lines
 
 
-async def test_a_model_that_does_not_fit(engines: Engines):
+async def test_a_model_that_does_not_fit(engines):
     with pytest.raises(errors.ModelDoesNotFit, match="lower max_model_len"):
         await engines("memory")
 
 
-async def test_an_engine_that_lacks_something(engines: Engines):
+async def test_an_engine_that_lacks_something(engines):
     with pytest.raises(errors.UnsupportedEngine, match=r"lacks AsyncLLM\.abort"):
         await engines("lacks")
 
 
-async def test_a_version_that_was_not_tested_is_named(engines: Engines, capsys: pytest.CaptureFixture[str]):
+async def test_a_version_that_was_not_tested_is_named(engines, capsys: pytest.CaptureFixture[str]):
     await engines()
     assert "warning" not in capsys.readouterr().out
     await engines(tested=("9.8", "9.90"))
     assert "Scripted 9.9.1 was not tested" in (said := capsys.readouterr().out) and "9.8, 9.90" in said
 
 
-async def test_a_package_that_is_not_there(engines: Engines, tmp_path: Path):
+async def test_a_package_that_is_not_there(engines, tmp_path: Path):
     with pytest.raises(errors.MissingPackage, match="cannot import vllm"):
         await VLLMEngine.start(engines.spec, tmp_path)
     with pytest.raises(errors.MissingPackage, match="no tensorrt_llm"):
         await start_trtllm(engines.spec)
 
 
-async def test_a_port_that_is_taken(engines: Engines):
+async def test_a_port_that_is_taken(engines):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(errors.PortTaken, match=f"port {port}.*another openai_port"):
             await engines(door=(port, "key"))
 
 
-async def test_a_prompt_that_is_too_long(engines: Engines):
+async def test_a_prompt_that_is_too_long(engines):
     engine = await engines()
     with pytest.raises(errors.RequestTooLong, match="max_model_len is 256"):
         await collect(engine, requests(max_tokens=254))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -55,7 +56,8 @@ def models(make_model: Callable[..., Path]) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 async def engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VLLMEngine]:
-    engine = await VLLMEngine.start(spec(models[0]), tmp_path_factory.mktemp("vllm"))
+    log_dir = tmp_path_factory.mktemp("vllm")
+    engine = await VLLMEngine.start(spec(models[0], openai_port=0), log_dir, door_key="secret")
     yield engine
     pid = engine._child.pid
     await engine.close()
@@ -74,6 +76,24 @@ async def test_logprobs_are_those_of_transformers(engine: VLLMEngine, models: tu
                 assert not set(c.token_ids[:-1]) & set(STOPS)
             distinct = {tuple(c.token_ids) for c in completions}
             assert len(distinct) == (len(completions) if temperature else 1)
+
+
+async def test_the_door_wants_the_key(engine: VLLMEngine):
+    assert engine.door.startswith("http://127.0.0.1:")
+    async with httpx.AsyncClient(base_url=engine.door, timeout=30) as anyone:
+        assert (await anyone.get("/health")).status_code == 200
+        for path in ("/v1/models", "/metrics", "/version", "/tokenize", "/pause", "/collective_rpc", "/is_paused"):
+            assert (await anyone.get(path)).status_code == 401
+        assert (await anyone.post("/inference/v1/generate", json={"token_ids": [1]})).status_code == 401
+        wrong = {"authorization": "Bearer secret2"}
+        assert (await anyone.get("/v1/models", headers=wrong)).status_code == 401
+        knows = {"authorization": "Bearer secret"}
+        assert (await anyone.get("/v1/models", headers=knows)).json()["data"][0]["id"] == "policy"
+        for path in ("/pause", "/resume", "/collective_rpc", "/update_weights"):  # there are none, whoever asks
+            assert (await anyone.post(path, headers=knows, json={})).status_code == 404
+        chat = {"model": "policy", "messages": [{"role": "user", "content": "1 + 1?"}], "max_tokens": 4}
+        answer = await anyone.post("/v1/chat/completions", headers=knows, json=chat)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
 
 
 async def test_loaded_weights_are_served(engine: VLLMEngine, models: tuple[Path, Path], tmp_path: Path):
