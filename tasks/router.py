@@ -15,7 +15,7 @@ from headrace.tasks.engines import Engines, EngineStartFailed
 QUEUED = 2
 """Samples that an engine is given for each that it decodes at a time: never short of work, and little to move when it
 dies."""
-LOOK_S = 5.0
+LOOK_S = 2.0
 """How often one that waits looks for engines that joined."""
 
 
@@ -78,7 +78,7 @@ class Router:
                 )
             async with self._changed:
                 try:
-                    await asyncio.wait_for(self._changed.wait(), LOOK_S)
+                    await asyncio.wait_for(self._changed.wait(), min(LOOK_S, max(end - time.monotonic(), 0.01)))
                 except TimeoutError:
                     continue
 

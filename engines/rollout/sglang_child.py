@@ -25,9 +25,11 @@ class SGLang:
         """Starts the engine; blocks for that long. Call it inside the event loop."""
         import sglang
         from sglang.srt.entrypoints.engine import Engine
-        from sglang.srt.managers import io_struct
+        from sglang.srt.managers import io_struct, tokenizer_manager
 
         self._io = io_struct
+        # What a request raises that is dropped before it reached the scheduler; older versions have no such error.
+        self._dropped: Any = getattr(tokenizer_manager, "RequestAbortedError", ())
         self._deterministic = arguments.get("enable_deterministic_inference", False)
         self._ranks = arguments["tp_size"]
         self._engine = Engine(**arguments, stream_interval=INTERVAL, incremental_streaming_output=True)
@@ -56,15 +58,22 @@ class SGLang:
             rid=name,
             extra_key=sampling.salt or None,
         )
-        async for output in self._manager.generate_request(request, None):
-            about = output["meta_info"]
-            tokens, entries = list(output["output_ids"]), about.get("output_token_logprobs") or []
-            if [entry[1] for entry in entries] != tokens:
-                what = f"SGLang gave log-probabilities of {len(entries)} tokens for {len(tokens)} sampled ones"
-                raise Refused("WrongLogprobs", what)
-            heard(tokens, [entry[0] for entry in entries])
-            if (reason := about.get("finish_reason")) is not None:
-                return reason["type"]
+        try:
+            async for output in self._manager.generate_request(request, None):
+                about = output["meta_info"]
+                tokens = list(output.get("output_ids") or [])
+                entries = about.get("output_token_logprobs") or []
+                if [entry[1] for entry in entries] != tokens:
+                    what = f"SGLang gave log-probabilities of {len(entries)} tokens for {len(tokens)} sampled ones"
+                    raise Refused("WrongLogprobs", what)
+                heard(tokens, [entry[0] for entry in entries])
+                if (reason := about.get("finish_reason")) is not None:
+                    return reason["type"]
+        except self._dropped:
+            return "abort"
+        except asyncio.CancelledError:
+            self._manager.abort_request(rid=name)
+            raise
         return "abort"
 
     async def drop(self, names: list[str]) -> None:
