@@ -110,6 +110,10 @@ class Router:
         """Engines that could not be started are tried again: a new iteration begins."""
         self._failed.clear()
 
+    async def settle(self) -> None:
+        """Waits until no engine is being started: one that nobody knows would hold its GPU until its idle limit."""
+        await asyncio.gather(*self._starting.values(), return_exceptions=True)
+
     def close(self) -> None:
         for task in self._starting.values():
             task.cancel()
