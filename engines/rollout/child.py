@@ -129,7 +129,13 @@ class Program:
         reading = asyncio.create_task(self._read(reader))
         done, _ = await asyncio.wait({news, reading, self._failed}, return_when=asyncio.FIRST_COMPLETED)
         for ended in done:
-            ended.result()
+            error = ended.exception()
+            if isinstance(error, Refused):
+                self._send({"op": "refused", "kind": error.kind, "message": str(error)})
+                self._out.close()
+                await self._out.wait_closed()
+            if error is not None:
+                raise error
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         calls: set[asyncio.Task[None]] = set()
@@ -164,7 +170,7 @@ class Program:
         self._send({"op": "answer", "call": message["call"], **answer})
 
     def _submit(self, message: dict[str, Any], block: bytes) -> None:
-        """Samples of one group: ``lengths`` of the prompt and of what each sample has already."""
+        """Samples of one group. block: token ids of the prompt, then of what each sample has already."""
         numbers = wire.unpack_ints(block)
         at = message["prompt"]
         prompt = numbers[:at]
@@ -233,9 +239,6 @@ class Program:
                 self._idle.notify_all()
 
     def _note(self, sample: _Sample, version: int, reason: str) -> None:
-        before = self._news.get((sample.group, sample.index))
-        if before is not None and before[1] != version and before[0].tokens:
-            self._flush()
         self._news[sample.group, sample.index] = (sample, version, reason)
 
     async def _tell(self) -> None:
@@ -289,6 +292,7 @@ class Program:
         was_open = self._open.is_set()
         began = time.monotonic()
         await self.pause("keep")
+        self._flush()  # what is told from now on has another version
         outcomes = await self._backend.load(source, expect, deadline_s)
         if any("error" in outcome for outcome in outcomes):
             await self.pause("abort")
@@ -312,7 +316,7 @@ def connect(fd: int) -> socket.socket:
 
 
 def refuse(sock: socket.socket, error: Refused) -> int:
-    """Tells the host why this program ends; returns its exit status."""
+    """Tells the host why this program does not serve; returns its exit status."""
     print(f"{error.kind}: {error}", file=sys.stderr, flush=True)
     sock.setblocking(True)
     sock.sendall(wire.pack({"op": "refused", "kind": error.kind, "message": str(error)}))

@@ -148,7 +148,8 @@ async def _serve(fd: int, options: dict[str, Any], arguments: dict[str, Any]) ->
         await Program(backend, options).serve(sock)
         return 0
     except Refused as error:
-        return refuse(sock, error)
+        print(f"{error.kind}: {error}", file=sys.stderr, flush=True)
+        return 1
     finally:
         backend.close()
 

@@ -13,9 +13,6 @@ from typing import Any
 
 from headrace.engines.rollout.child import Heard, Program, Refused, Sampling, connect, refuse
 
-INTERVAL = 32
-"""Tokens of a request between two messages of the engine; what is lost at most when it dies."""
-
 
 class VLLM:
     """Implements ``child.Backend``."""
@@ -25,16 +22,24 @@ class VLLM:
         from vllm import SamplingParams, __version__
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.sampling_params import RequestOutputKind
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
+
+        from headrace.engines.rollout.vllm_scheduler import HOLD, HOLDING
 
         self.flags = flags
         self._options = options
         args = AsyncEngineArgs.from_cli_args(_parser(AsyncEngineArgs).parse_args(flags))
-        args.stream_interval = INTERVAL
         args.disable_log_stats = True
         # The tokenizer is on the host's side; here only the door needs it.
         args.skip_tokenizer_init = "door_fd" not in options
-        self.llm = AsyncLLM.from_engine_args(args)
+        config = args.create_engine_config(usage_context=UsageContext.ENGINE_CONTEXT)
+        scheduler = config.scheduler_config
+        if (holding := HOLDING.get(scheduler.get_scheduler_cls())) is not None:
+            scheduler.scheduler_cls = holding
+        else:  # a scheduler for some special model: only the front end's messages are fewer
+            scheduler.stream_interval = HOLD
+        self.llm = AsyncLLM.from_vllm_config(config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True)
         self._params, self._delta = SamplingParams, RequestOutputKind.DELTA
         self._version = __version__
         # What lives now lives on: the collector need not look at it between two tokens.
@@ -117,7 +122,7 @@ def missing() -> list[str]:
 
     wanted: list[tuple[Any, list[str]]] = [
         (SamplingParams, ["seed", "stop_token_ids", "logprobs", "flat_logprobs", "detokenize", "output_kind"]),
-        (AsyncEngineArgs, ["stream_interval", "worker_extension_cls", "logprobs_mode", "skip_tokenizer_init"]),
+        (AsyncEngineArgs, ["worker_extension_cls", "logprobs_mode", "skip_tokenizer_init"]),
     ]
     lacks = [
         f"{kind.__name__}({name}=)"
@@ -150,7 +155,8 @@ async def _serve(kind: type[VLLM], fd: int, options: dict[str, Any], flags: list
             task.result()
         return 0
     except Refused as error:
-        return refuse(sock, error)
+        print(f"{error.kind}: {error}", file=sys.stderr, flush=True)
+        return 1
     finally:
         backend.close()
 

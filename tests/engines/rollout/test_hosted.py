@@ -53,7 +53,7 @@ async def test_a_weight_update_continues_every_request_from_its_tokens(engines):
     running = asyncio.create_task(collect(engine, asked))
     await asyncio.sleep(0.3)
     served = await engine.load_weights(source(7), deadline_s=5)
-    assert served.version == 7 and 0.05 < served.pause_seconds < 2
+    assert served.version == 7 and 0 < served.pause_seconds < 2
     for group, completions in (await running).items():
         for c in completions:
             (old, before), (new, after) = c.weight_spans

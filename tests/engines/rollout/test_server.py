@@ -224,6 +224,18 @@ def test_a_tokenizer_without_chat_template_is_refused(tiny_model: Path, tmp_path
     child.stop()
 
 
+def test_an_interpreter_without_the_engine_is_refused(tiny_model: Path, tmp_path: Path):
+    for kind, what in (
+        ("vllm", "cannot import vllm"),
+        ("sglang", "cannot import sglang"),
+        ("trtllm", "no tensorrt_llm"),
+    ):
+        child = start(tiny_model, tmp_path, python=sys.executable, gpus=1, backend={"kind": kind})
+        assert child.wait(60) == 1
+        assert f"the rollout engine cannot start: {sys.executable} {what}" in child.tail(3), child.tail()
+        child.stop()
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif("HEADRACE_VLLM_PYTHON" not in os.environ, reason="HEADRACE_VLLM_PYTHON is not set")

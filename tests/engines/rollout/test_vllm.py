@@ -202,7 +202,7 @@ async def test_samples_go_on_from_the_tokens_that_they_have(
 async def test_a_killed_engine_is_an_error_with_its_log_and_its_tokens(models: tuple[Path, Path], tmp_path: Path):
     engine = await VLLMEngine.start(spec(models[0]), tmp_path)
     try:
-        asked = requests(max_tokens=450)
+        asked = requests(max_tokens=450, n=32)
         generating = asyncio.create_task(collect(engine, asked))
         await sampling(engine, 500)
         began = time.monotonic()
@@ -223,7 +223,7 @@ async def test_a_killed_engine_is_an_error_with_its_log_and_its_tokens(models: t
 async def test_an_engine_process_that_dies_alone_is_noticed(models: tuple[Path, Path], tmp_path: Path):
     engine = await VLLMEngine.start(spec(models[0]), tmp_path)
     try:
-        generating = asyncio.create_task(collect(engine, requests(max_tokens=450)))
+        generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=64)))
         await sampling(engine, 50)
         program = descendants(engine._child.pid)[0]
         os.kill(descendants(program)[-1], signal.SIGKILL)  # vLLM's worker, below its engine process
