@@ -38,6 +38,11 @@ class Completion:
     weight_spans: list[tuple[int, int]]
     """Run-length: (weight version, number of tokens), in order, covering ``token_ids``."""
 
+    def copy(self) -> "Completion":
+        """One that does not change when this one goes on."""
+        spans = list(self.weight_spans)
+        return Completion(self.sample, list(self.token_ids), list(self.logprobs), self.finish_reason, spans)
+
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Appends tokens that were sampled under one weight version."""
         if not token_ids:

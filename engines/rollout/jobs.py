@@ -1,7 +1,6 @@
 """The jobs of a rollout host: manifests in, manifests out; tokens stay on this side."""
 
 import asyncio
-import copy
 import json
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from headrace.blocks.manifest import Manifest
 from headrace.engines.experience.schema import GENERATE
 from headrace.engines.experience.store import Store
 from headrace.engines.rollout import begun
-from headrace.engines.rollout.base import Completion, Group, Request, RolloutEngine, Sampling
+from headrace.engines.rollout.base import Group, Request, RolloutEngine, Sampling
 from headrace.engines.rollout.cohort import Cohorts
 from headrace.engines.rollout.counter import sample_seed
 from headrace.engines.rollout.errors import EngineDied, RolloutError, WrongVersion
@@ -117,42 +116,34 @@ async def _sample(
     if not engine.deterministic:
         resumed = await scribe(bench.scribe, begun.restore, store, kept, work.requests)
     saving = asyncio.create_task(_keep_saving(bench, store, kept, work.requests))
-    groups: dict[int, Group] = {}
-    tokens = 0
+    tables: dict[int, asyncio.Future[pa.Table]] = {}
+    aborted: list[str] = []
+    tokens = truncated = 0
     try:
-        async for group in bench.cohorts.groups(work.everyone, set(work.texts), served.version):
-            groups[group.group] = group
+        async for group in bench.cohorts.groups(work.everyone, set(work.rows), served.version):
+            tables[group.group] = scribe(bench.scribe, _table, work, group, renderer)
             tokens += sum(len(completion.token_ids) for completion in group.completions)
-            progress(groups=len(groups), of=len(work.requests), tokens=tokens)
+            truncated += sum(completion.finish_reason == "length" for completion in group.completions)
+            aborted += [f"{group.group}-{c.sample}" for c in group.completions if c.finish_reason == "abort"]
+            progress(groups=len(tables), of=len(work.requests), tokens=tokens)
     except EngineDied:
         await _save(bench, store, kept, work.requests)
         raise
     finally:
         saving.cancel()
     seconds = time.monotonic() - clock
-    aborted = [
-        f"{request.group}-{completion.sample}"
-        for request in work.requests
-        for completion in groups[request.group].completions
-        if completion.finish_reason == "abort"
-    ]
     if aborted:
         raise RolloutError(
             f"{len(aborted)} samples were aborted, first {aborted[0]}; nothing of this shard was committed"
         )
     fingerprint = engine.fingerprint()
     semantics = {"temperature": temperature, "max_tokens": params.max_tokens, "stop": list(renderer.stop_token_ids)}
-    schema = GENERATE.with_metadata({"sampling": json.dumps(semantics), "engine": json.dumps(fingerprint)})
+    about = {"sampling": json.dumps(semantics), "engine": json.dumps(fingerprint)}
+    ordered = [await tables[request.group] for request in work.requests]
 
     def write() -> Manifest:
-        rows = [
-            _row(prompt, request, completion, work.texts[request.group], renderer)
-            for prompt, request in zip(work.prompts, work.requests, strict=True)
-            for completion in groups[request.group].completions
-        ]
-        part = store.write_table(
-            f"experience/{params.step:06d}/{stage}-{params.shard}.arrow", pa.Table.from_pylist(rows, schema=schema)
-        )
+        table = pa.concat_tables(ordered).replace_schema_metadata(about)
+        part = store.write_table(f"experience/{params.step:06d}/{stage}-{params.shard}.arrow", table)
         made = store.commit(
             Manifest(
                 stage=stage,
@@ -162,15 +153,15 @@ async def _sample(
                 part=part,
                 inputs=params.inputs,
                 metrics={
-                    "samples": len(rows),
+                    "samples": table.num_rows,
                     "tokens": tokens,
                     "resumed_tokens": resumed,
                     "prompt_tokens": sum(len(request.prompt_ids) for request in work.requests),
                     "began": began,
                     "seconds": seconds,
                     "tokens_per_second": (tokens - resumed) / seconds,
-                    "mean_length": tokens / len(rows),
-                    "truncated": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
+                    "mean_length": tokens / table.num_rows,
+                    "truncated": truncated / table.num_rows,
                 },
                 info={"version": served.version, "digest": served.digest, "fingerprint": fingerprint},
             )
@@ -185,14 +176,12 @@ async def _sample(
 class _Work:
     """A job's prompts, rendered."""
 
-    prompts: list[dict[str, Any]]
-    """Rows of the prompts table."""
     requests: list[Request]
-    """One for each of them."""
+    """Those of the job, in the order of its prompts."""
     everyone: list[Request]
     """Those of the whole batch that the engine samples."""
-    texts: dict[int, str]
-    """Rendered prompts, by group."""
+    rows: dict[int, dict[str, Any]]
+    """What the rows of a group share, by group."""
 
 
 def _prepare(bench: Bench, store: Store, params: _Sample, n: int, sampling: Sampling) -> _Work:
@@ -201,16 +190,22 @@ def _prepare(bench: Bench, store: Store, params: _Sample, n: int, sampling: Samp
     own = (params.start, params.stop)
     # What the engine's batch holds decides how it rounds: a deterministic engine always gets the whole cohort.
     batch = params.cohort if params.cohort and bench.engine.deterministic else [own]
-    work = _Work([], [], [], {})
+    work = _Work([], [], {})
     for start, stop in batch:
         for row in table.slice(start, stop - start).to_pylist():
             text, ids = bench.renderer.render(row["messages"])
             seeds = [sample_seed(params.campaign_seed, row["group_id"], sample) for sample in range(n)]
             work.everyone.append(Request(row["group_id"], ids, seeds, sampling))
             if (start, stop) == own:
-                work.prompts.append(row)
                 work.requests.append(work.everyone[-1])
-                work.texts[row["group_id"]] = text
+                work.rows[row["group_id"]] = {
+                    "group_id": row["group_id"],
+                    "prompt_id": row["prompt_id"],
+                    "prompt_ids": list(ids),
+                    "prompt_text": text,
+                    "ground_truth": row["ground_truth"],
+                    "seeds": seeds,
+                }
     return work
 
 
@@ -223,28 +218,27 @@ async def _keep_saving(bench: Bench, store: Store, path: str, requests: list[Req
 
 async def _save(bench: Bench, store: Store, path: str, requests: list[Request]) -> None:
     if not bench.engine.deterministic:
-        now = [replace(request, begun=copy.deepcopy(request.begun)) for request in requests]
+        now = [replace(r, begun={sample: c.copy() for sample, c in r.begun.items()}) for r in requests]
         await asyncio.get_running_loop().run_in_executor(bench.scribe, begun.save, store, path, now)
 
 
-def _row(
-    prompt: dict[str, Any], request: Request, completion: Completion, prompt_text: str, renderer: Renderer
-) -> dict[str, Any]:
-    """One row of GENERATE."""
-    return {
-        "uid": f"{request.group}-{completion.sample}",
-        "group_id": request.group,
-        "prompt_id": prompt["prompt_id"],
-        "sample": completion.sample,
-        "prompt_ids": list(request.prompt_ids),
-        "response_ids": completion.token_ids,
-        "response_mask": [1] * len(completion.token_ids),
-        "behaviour_logprobs": completion.logprobs,
-        "weight_spans": [{"version": version, "tokens": tokens} for version, tokens in completion.weight_spans],
-        "finish_reason": completion.finish_reason,
-        "turns": 1,
-        "seed": request.seeds[completion.sample],
-        "prompt_text": prompt_text,
-        "text": renderer.decode(completion.token_ids),
-        "ground_truth": prompt["ground_truth"],
-    }
+def _table(work: _Work, group: Group, renderer: Renderer) -> pa.Table:
+    """The rows of a finished group, in the schema GENERATE."""
+    shared = work.rows[group.group]
+    rows = [
+        {
+            **shared,
+            "uid": f"{group.group}-{completion.sample}",
+            "sample": completion.sample,
+            "response_ids": completion.token_ids,
+            "response_mask": [1] * len(completion.token_ids),
+            "behaviour_logprobs": completion.logprobs,
+            "weight_spans": [{"version": version, "tokens": tokens} for version, tokens in completion.weight_spans],
+            "finish_reason": completion.finish_reason,
+            "turns": 1,
+            "seed": shared["seeds"][completion.sample],
+            "text": renderer.decode(completion.token_ids),
+        }
+        for completion in group.completions
+    ]
+    return pa.Table.from_pylist(rows, schema=GENERATE)
