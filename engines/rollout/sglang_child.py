@@ -81,12 +81,15 @@ class SGLang:
             self._manager.abort_request(rid=name)
 
     async def load(self, source: str, expect: str, deadline_s: str) -> list[dict[str, Any]]:
+        import torch
         from sglang.srt.utils import MultiprocessingSerializer
 
         from headrace.engines.rollout.sglang_worker import LOADER, order
 
         with tempfile.TemporaryDirectory(prefix="headrace-sglang-") as folder:
             outcome = Path(folder) / "outcome"
+            # File descriptors, torch's default, do not reach SGLang's processes.
+            torch.multiprocessing.set_sharing_strategy("file_system")
             payload = MultiprocessingSerializer.serialize(order(source, expect, deadline_s, outcome))
             update = self._io.UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=[payload] * self._ranks, load_format=LOADER, flush_cache=True
