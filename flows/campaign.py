@@ -49,6 +49,7 @@ async def open_campaign(recipe: Recipe, campaign: str) -> AsyncIterator[Campaign
         await check_workers(recipe)
         await c.engines.start_all()
         yield c
+        await c.router.settle()
         await c.engines.shutdown_all()
 
 

@@ -20,6 +20,7 @@ from headrace.engines.report import History
 from headrace.engines.reward.pool import RewardPool
 from headrace.tasks.engines import Engines
 from headrace.tasks.progress import Progress
+from headrace.tasks.router import Router
 
 _current: ContextVar["Campaign"] = ContextVar("campaign")
 
@@ -54,6 +55,7 @@ class Campaign:
         self.ledger = Ledger(self.store)
         self.rewards = RewardPool(recipe.reward)
         self.engines = Engines(self)
+        self.router = Router(self.engines, recipe)
         self.progress = Progress(self.folder / "progress.json")
         self.version = 0
         """The weight version that rollout engines must serve now."""
@@ -83,6 +85,7 @@ class Campaign:
         for task in self._background:
             task.cancel()
         self.rewards.close()
+        self.router.close()
         await self.engines.close()
 
     def key(self, stage: str, code: str, config: Any, inputs: list[str]) -> str:
@@ -92,6 +95,7 @@ class Campaign:
     def move_to(self, version: int, weights_key: str) -> None:
         """From now on generation uses this version."""
         self.version, self.weights_key = version, weights_key
+        self.router.forgive()
 
     def trained(self) -> list[Manifest]:
         """Train manifests from iteration 0 on, without a gap."""

@@ -91,6 +91,11 @@ class Batch:
     def done(self) -> bool:
         return not self._rows and not self._queue
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """Samples that are live, and that wait for a slot."""
+        return len(self._rows), sum(len(pending.waiting) for pending in self._queue)
+
     def take(self) -> list[Group]:
         """Groups that finished since the last call."""
         finished, self._finished = self._finished, []
