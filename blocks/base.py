@@ -9,14 +9,18 @@ def _say_defaults(schema: dict[str, Any]) -> None:
     """Moves each default into the description, and requires nothing.
 
     A form that is filled with defaults would override what the recipe inherits from its base; an empty field inherits.
-    What is missing after inheritance is found by validation.
+    What is missing after inheritance is found by validation. A box to tick would send false where nobody touched it, so
+    yes and no are two choices of which neither is made.
     """
     schema.pop("required", None)
-    for name, field in schema.get("properties", {}).items():
-        if "const" not in field and name != "kind" and "default" in field:
+    for field in schema.get("properties", {}).values():
+        if "const" not in field and "default" in field:
             default = field.pop("default")
             if not isinstance(default, dict | list):
                 field["description"] = f"{field.get('description', '')} Default: {default}.".strip()
+        if field.get("type") == "boolean":
+            del field["type"]
+            field["enum"] = [True, False]
 
 
 class Strict(BaseModel):

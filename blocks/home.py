@@ -18,6 +18,11 @@ def store_url(given: str) -> str:
     return given or str(home() / "store")
 
 
+def campaign_folder(root: str, id: str) -> Path:
+    """Where a campaign keeps what must lie on a disk: below a local store's URL, or in the home for any other store."""
+    return (Path(root) if "://" not in root else home() / "campaigns") / id
+
+
 def model_folder(path: str) -> Path:
     """The folder of a recipe's model: a path as it is, else a name below the home's models folder."""
     given = Path(path).expanduser()

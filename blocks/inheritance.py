@@ -50,14 +50,23 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def with_base(given: dict[str, Any], _seen: tuple[str, ...] = ()) -> dict[str, Any]:
-    """``given`` merged over its base, that over its own, and so on; ``base`` itself is dropped."""
+    """``given`` merged over its base, that over its own, and so on; ``base`` itself is dropped.
+
+    An empty section says nothing and inherits: a form sends one for what nobody touched.
+    """
     base = given.get("base")
     rest = {k: v for k, v in given.items() if k != "base"}
     if not base:
         return rest
     if base in _seen:
         raise RecipeError(f"recipes inherit in a circle: {' → '.join((*_seen, base))}")
-    return merge(with_base(read(find(base)), (*_seen, base)), rest)
+    return merge(with_base(read(find(base)), (*_seen, base)), _said(rest))
+
+
+def _said(tree: dict[str, Any]) -> dict[str, Any]:
+    """Without empty sections, at any depth."""
+    said = {key: _said(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    return {key: value for key, value in said.items() if value != {}}
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

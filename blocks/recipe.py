@@ -66,7 +66,7 @@ class TransformersRollout(Strict):
 
 
 class VLLMRollout(Strict):
-    """vLLM in server mode, in the environment that HEADRACE_VLLM_PYTHON of its work pool names."""
+    """vLLM, in the environment that HEADRACE_VLLM_PYTHON of its work pool names."""
 
     kind: Literal["vllm"] = "vllm"
     max_model_len: int = Field(4096, ge=16)
@@ -79,8 +79,13 @@ class VLLMRollout(Strict):
     """Share of the GPU's memory that vLLM may take."""
     enforce_eager: bool = True
     """No compilation: starts fast. Set false for long campaigns on GPUs."""
+    decode_graphs: bool = False
+    """With enforce_eager: false, CUDA graphs of the decode step without compilation: fast, and starts much sooner."""
     enable_prefix_caching: bool = False
-    """Reuse of KV between requests; reset at every weight update."""
+    """Reuse of keys and values between requests under the same weights; those of another version are never used."""
+    openai_port: int | None = Field(None, ge=0, le=65535)
+    """Opens vLLM's OpenAI-compatible server on loopback for agents and judges, with the campaign's token as API key;
+    0 = any free port (the engine's health says which). Left out, there is no such door."""
     enable_chunked_prefill: bool | None = None
     """Long prompts are computed in pieces, beside decoding. Left out: on GPUs; vLLM cannot on CPUs."""
     async_scheduling: bool | None = None
@@ -90,9 +95,44 @@ class VLLMRollout(Strict):
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """What the engine reports: raw ignores the temperature and is wrong for training unless the temperature is 1."""
 
+    @model_validator(mode="after")
+    def _useful(self) -> "VLLMRollout":
+        if self.decode_graphs and self.enforce_eager:
+            raise ValueError("decode_graphs has no effect with enforce_eager: true; set that to false")
+        return self
+
+
+class SGLangRollout(Strict):
+    """SGLang on GPUs, in the environment that HEADRACE_SGLANG_PYTHON of its work pool names."""
+
+    kind: Literal["sglang"] = "sglang"
+    max_model_len: int = Field(4096, ge=16)
+    """Longest prompt plus response, tokens."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Sequences decoded at the same time."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of the GPU's memory for weights and cache."""
+    attention_backend: str = "triton"
+    """SGLang's attention kernels: triton, fa3, flashinfer."""
+    sampling_backend: Literal["pytorch", "flashinfer"] = "pytorch"
+    """SGLang's sampling kernels."""
+    enable_prefix_caching: bool = False
+    """Reuse of keys and values between requests under the same weights; those of another version are never used."""
+    deterministic: bool = False
+    """SGLang's batch-invariant kernels: slower; seeds are honoured only with them."""
+
+
+class TensorRTLLMRollout(Strict):
+    """A place for TensorRT-LLM. This version of Headrace has no back end for it and says so when an engine starts."""
+
+    kind: Literal["trtllm"] = "trtllm"
+
+
+Backend = Annotated[TransformersRollout | VLLMRollout | SGLangRollout | TensorRTLLMRollout, Field(discriminator="kind")]
+
 
 class Rollout(Strict):
-    backend: Annotated[TransformersRollout | VLLMRollout, Field(discriminator="kind")] = TransformersRollout()
+    backend: Backend = TransformersRollout()
     n: int = Field(8, ge=1)
     """Samples of each prompt: the size of a group."""
     temperature: float = Field(1.0, gt=0)
@@ -101,6 +141,11 @@ class Rollout(Strict):
     """Longest response, tokens."""
     shards: int = Field(2, ge=1, le=64)
     """Mapped task runs of generate and score in each iteration."""
+
+    @property
+    def deterministic(self) -> bool:
+        """The same work gives the same tokens, so shards have fixed engines; else any engine goes on with any shard."""
+        return isinstance(self.backend, TransformersRollout)
 
 
 class Optim(Strict):
@@ -247,9 +292,18 @@ class Recipe(Strict):
             problems.append(
                 f"parity.bounds.clip_fraction has no effect: loss {self.algorithm.loss.kind} has no clip bounds"
             )
+        if isinstance(backend, VLLMRollout) and backend.decode_graphs and not self.roles.rollout.gpus:
+            problems.append("rollout.backend.decode_graphs has no effect without GPUs (roles.rollout.gpus is 0)")
+        if isinstance(backend, SGLangRollout | TensorRTLLMRollout) and not self.roles.rollout.gpus:
+            problems.append(f"rollout.backend {backend.kind} needs GPUs: set roles.rollout.gpus, or take vllm")
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of generation in one iteration: more than one where groups that teach nothing are replaced."""
+        return self.algorithm.filter.rounds if self.algorithm.filter else 1
 
     @property
     def needs_reference(self) -> bool:

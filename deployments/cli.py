@@ -143,6 +143,7 @@ def run(recipe: str, settings: list[str], campaign: str, bring_up: bool, port: i
         given = inheritance.merge(given, {"base": str(Path(recipe).absolute())})
     try:
         state = up(port) if bring_up else _running(stack.read_state())
+        os.environ["PREFECT_API_URL"] = state["api"]  # blocks that the recipe names are read from this server
         follow.campaign(state, resolved, given, id)
     except KeyboardInterrupt:
         if bring_up:
@@ -171,7 +172,8 @@ def status() -> None:
         if state
         else "stack: not running (headrace up)"
     )
-    for path in sorted((home() / "store").glob("*/progress.json"), key=lambda p: p.stat().st_mtime):
+    found = [path for place in ("store", "campaigns") for path in (home() / place).glob("*/progress.json")]
+    for path in sorted(found, key=lambda p: p.stat().st_mtime):
         p = read(path)
         ago = time.time() - p["at"]
         reward = f", reward {p['reward']:.3f}" if "reward" in p else ""

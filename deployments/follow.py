@@ -16,8 +16,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from headrace.blocks.home import home, store_url
+from headrace.blocks.home import campaign_folder, store_url
 from headrace.blocks.recipe import Recipe
+from headrace.engines.experience.store import Store
 from headrace.tasks.progress import read
 
 DEPLOYMENT = {"quickstart", "reasoning-gym", "quickstart-vllm"}
@@ -38,12 +39,12 @@ def campaign(state: dict[str, Any], recipe: Recipe, given: dict[str, Any], id: s
     """Follows campaign ``id`` to its end; starts it unless it runs. Exits with status 1 when it does not complete."""
     console = Console()
     root = store_url(recipe.store)
-    folder = (Path(root) if "://" not in root else home() / "campaigns") / id
-    if (folder / "summary.json").exists() and _same_length(folder, recipe):
+    folder, store = campaign_folder(root, id), Store(f"{root.rstrip('/')}/{id}")
+    if (done := _summary(store)) and done["iterations"] >= recipe.iterations:
         console.print(f"campaign [b]{id}[/b] is finished already; this is what came of it:")
-        _tell(console, folder, state, id, given)
+        _tell(console, done, state, id, given)
         return
-    run = _running(state["api"], id) or _start(console, state["api"], recipe, given, id)
+    run = _running(state["api"], id, folder) or _start(console, state["api"], recipe, given, id)
     console.print(f"flow run: {state['ui']}/runs/flow-run/{run}")
     final = _watch(console, state["api"], run, folder, recipe)
     if final["type"] != "COMPLETED":
@@ -51,19 +52,19 @@ def campaign(state: dict[str, Any], recipe: Recipe, given: dict[str, Any], id: s
             f"the campaign ended as {final['name']}: {final.get('message') or 'no message'}\n"
             f"Nothing is lost. The same command continues it; logs: {state['ui']}/runs/flow-run/{run}"
         )
-    _tell(console, folder, state, id, given)
+    _tell(console, _summary(store), state, id, given)
 
 
-def _same_length(folder: Path, recipe: Recipe) -> bool:
-    return json.loads((folder / "summary.json").read_text())["iterations"] >= recipe.iterations
+def _summary(store: Store) -> dict[str, Any]:
+    return json.loads(store.get("summary.json")) if store.exists("summary.json") else {}
 
 
-def _running(api: str, id: str) -> str | None:
+def _running(api: str, id: str, folder: Path) -> str | None:
     """The flow run that already works on this campaign, if its process is alive."""
     active = {"type": {"any_": ["RUNNING", "PENDING", "SCHEDULED"]}}
     query = {"flow_runs": {"tags": {"all_": ["campaign", f"campaign:{id}"]}, "state": active}}
     for run in httpx.post(f"{api}/flow_runs/filter", json=query, timeout=30).json():
-        if not (run["state"]["type"] == "RUNNING" and _process_is_gone(home() / "store" / id, run["id"])):
+        if not (run["state"]["type"] == "RUNNING" and _process_is_gone(folder, run["id"])):
             return run["id"]
         _mark_crashed(api, run["id"])
     return None
@@ -134,8 +135,7 @@ def _picture(p: dict[str, Any], state: dict[str, Any], recipe: Recipe) -> Group:
     return Group(table, ProgressBar(total=total, completed=done, width=60), Text(state["name"], style="dim"))
 
 
-def _tell(console: Console, folder: Path, state: dict[str, Any], id: str, given: dict[str, Any]) -> None:
-    s = json.loads((folder / "summary.json").read_text())
+def _tell(console: Console, s: dict[str, Any], state: dict[str, Any], id: str, given: dict[str, Any]) -> None:
     table = Table(title=f"campaign {id}")
     for column in ("", "before", "after"):
         table.add_column(column)

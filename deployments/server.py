@@ -4,6 +4,7 @@ On SQLite a write that meets another is refused with 503, and Prefect's client t
 says ``Retry-After``. Between two iterations that is longer than everything else Prefect does.
 """
 
+import os
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -17,6 +18,8 @@ RETRY_AFTER_S = 0.05
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[Message]], Send], Awaitable[None]]
+NICENESS = 5
+"""What the server does while engines compute is seldom waited for."""
 
 
 class RetrySoon:
@@ -41,6 +44,8 @@ class RetrySoon:
 
 def main() -> None:
     host, port = sys.argv[1], int(sys.argv[2])
+    # Behind the engines of this machine: all threads of a matrix product wait for the one whose core the server takes.
+    os.nice(NICENESS)
     app = create_app(final=True)
     app.add_middleware(RetrySoon)
     api = get_current_settings().server.api

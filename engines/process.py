@@ -73,8 +73,8 @@ class Child:
             return self.wait(5)
         return self.poll()
 
-    def tail(self, lines: int = 25) -> str:
-        """The last lines of its log."""
+    def tail(self, lines: int = 60) -> str:
+        """The last lines of its log; the default has room for the last 50 of a program of its own, and what it says."""
         try:
             with self.log.open("rb") as f:
                 f.seek(max(0, f.seek(0, os.SEEK_END) - 64 * 1024))

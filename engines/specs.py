@@ -62,12 +62,17 @@ def command_and_spec(
 
 
 def _rollout(recipe: Recipe, place: Role, threads: int) -> rollout.RolloutSpec:
-    python = os.environ.get("HEADRACE_VLLM_PYTHON", "") if recipe.rollout.backend.kind == "vllm" else ""
-    if recipe.rollout.backend.kind == "vllm" and not os.path.isfile(python):
-        raise EngineSpecError(
-            f"the vllm back end needs the interpreter of an environment that has vLLM: set HEADRACE_VLLM_PYTHON in the "
-            f"job variables of work pool {place.pool} (now {python or 'not set'}); `make vllm-env` makes one for CPUs"
-        )
+    kind = recipe.rollout.backend.kind
+    python = ""
+    if kind != "transformers":
+        variable = f"HEADRACE_{kind.upper()}_PYTHON"
+        python = os.environ.get(variable, "")
+        if not os.path.isfile(python):
+            raise EngineSpecError(
+                f"the {kind} back end needs the interpreter of an environment that has it: set {variable} in the "
+                f"job variables of work pool {place.pool} (now {python or 'not set'})"
+                + ("; `make vllm-env` makes one for CPUs" if kind == "vllm" else "")
+            )
     return rollout.RolloutSpec(
         model=str(model_folder(recipe.model.path)),
         dtype=recipe.model.dtype,

@@ -32,6 +32,7 @@ async def open_campaign(recipe: Recipe, campaign: str) -> AsyncIterator[Campaign
         if trained:
             c.move_to(len(trained), trained[-1].key)
             complete_ledger(c, trained)
+            c.cursor = c.ledger.frontier().cursor
             complete_history(c)
         get_run_logger().info(
             "campaign %s, attempt %d, at iteration %d; everything is in %s", id, c.attempt, c.version, c.url
@@ -48,6 +49,7 @@ async def open_campaign(recipe: Recipe, campaign: str) -> AsyncIterator[Campaign
         await check_workers(recipe)
         await c.engines.start_all()
         yield c
+        await c.router.settle()
         await c.engines.shutdown_all()
 
 

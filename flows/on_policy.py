@@ -11,7 +11,7 @@ from headrace.flows.parity import parity_gate
 from headrace.tasks.advantage import advantage
 from headrace.tasks.campaign import current
 from headrace.tasks.evaluate import evaluate
-from headrace.tasks.generate import generate
+from headrace.tasks.generate import generate, shards_of
 from headrace.tasks.logprob import old_logprob, ref_logprob
 from headrace.tasks.parity import is_due
 from headrace.tasks.prompts import held_out, prompts
@@ -52,8 +52,7 @@ async def iteration(campaign: str, step: int) -> None:
     """One pass of the RL loop under the weights of version ``step``."""
     c = current()
     c.start_clock()
-    drawn = await prompts(step)
-    shards = await asyncio.gather(*(_shard(step, shard, drawn) for shard in range(c.recipe.rollout.shards)))
+    shards = await _sample(step)
     generated, scored, old, reference = ([made for made in column if made] for column in zip(*shards, strict=True))
     advantages = await advantage(step, generated, scored, old, reference)
     trained = await train(step, generated, old, reference, advantages)
@@ -62,6 +61,24 @@ async def iteration(campaign: str, step: int) -> None:
     if c.version % c.recipe.checkpoint.every == 0:
         await checkpoint(c.version)
     await report(step, served)
+
+
+async def _sample(step: int) -> list[tuple[Manifest | None, ...]]:
+    """The shards of an iteration; in further rounds, new prompts replace those whose groups teach nothing."""
+    c = current()
+    shards: list[tuple[Manifest | None, ...]] = []
+    missing = c.recipe.prompts
+    for round in range(c.recipe.rounds):
+        drawn = await prompts(step, round, c.cursor, missing)
+        c.cursor = drawn.info["cursor"]
+        first = round * c.recipe.rollout.shards
+        numbers = range(first, first + shards_of(c.recipe, missing))
+        made = await asyncio.gather(*(_shard(step, shard, drawn) for shard in numbers))
+        shards += made
+        missing -= sum(int(scored.metrics["differing_groups"]) for _, scored, *_ in made if scored)
+        if missing <= 0:
+            break
+    return shards
 
 
 async def _shard(step: int, shard: int, drawn: Manifest) -> tuple[Manifest | None, ...]:

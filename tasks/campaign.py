@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from headrace.blocks.home import home, model_folder, store_url
+from headrace.blocks.home import campaign_folder, model_folder, store_url
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.recipe import Recipe
 from headrace.engines.experience.ledger import Ledger
@@ -20,6 +20,7 @@ from headrace.engines.report import History
 from headrace.engines.reward.pool import RewardPool
 from headrace.tasks.engines import Engines
 from headrace.tasks.progress import Progress
+from headrace.tasks.router import Router
 
 _current: ContextVar["Campaign"] = ContextVar("campaign")
 
@@ -44,7 +45,7 @@ class Campaign:
         root = store_url(recipe.store)
         self.url = f"{root.rstrip('/')}/{id}"
         self.store = Store(self.url)
-        self.folder = Path(self.url) if "://" not in self.url else home() / "campaigns" / id
+        self.folder = campaign_folder(root, id)
         """Local folder for what must lie on a disk: trainer state, sockets, logs."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._same_recipe()
@@ -54,6 +55,7 @@ class Campaign:
         self.ledger = Ledger(self.store)
         self.rewards = RewardPool(recipe.reward)
         self.engines = Engines(self)
+        self.router = Router(self.engines, recipe)
         self.progress = Progress(self.folder / "progress.json")
         self.version = 0
         """The weight version that rollout engines must serve now."""
@@ -63,6 +65,8 @@ class Campaign:
         """Below the store, for transport store."""
         self.probed: tuple[int, str] | None = None
         """The campaign's own version and weights key while the parity gate has engines serve other weights."""
+        self.cursor = 0
+        """Place in the data order where the next prompts are drawn."""
         self.sync_numbers = itertools.count()
         self.spans: list[tuple[float, float]] = []
         """When scoring ran; the engines keep their own."""
@@ -85,6 +89,7 @@ class Campaign:
         for task in self._background:
             task.cancel()
         self.rewards.close()
+        self.router.close()
         await self.engines.close()
 
     def key(self, stage: str, code: str, config: Any, inputs: list[str]) -> str:
@@ -94,6 +99,7 @@ class Campaign:
     def move_to(self, version: int, weights_key: str) -> None:
         """From now on generation uses this version."""
         self.version, self.weights_key = version, weights_key
+        self.router.forgive()
 
     def trained(self) -> list[Manifest]:
         """Train manifests from iteration 0 on, without a gap."""

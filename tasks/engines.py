@@ -1,6 +1,7 @@
 """The engines of a campaign as its tasks see them: found warm, started when missing, brought to the needed state."""
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,28 @@ class Engines:
         return [(name, index) for name, role in self.roles().items() for index in range(role.engines)]
 
     def rollouts(self) -> list[int]:
-        return list(range(self._campaign.recipe.roles.rollout.engines))
+        """Those that have to serve the current version: all of a deterministic back end, else the living ones.
+
+        A lost engine that is started again loads the current version before its first work; nobody waits for it.
+        """
+        recipe = self._campaign.recipe
+        living = [] if recipe.rollout.deterministic else self.living("rollout")
+        return living or list(range(recipe.roles.rollout.engines))
+
+    def living(self, role: str) -> list[int]:
+        """Engines that were reached and not lost since."""
+        return sorted(index for name, index in self._clients if name == role)
+
+    async def greet_joined(self, role: str) -> None:
+        """Takes in engines that the recipe does not have: started by hand, their lease is in the store."""
+        known = self.roles()[role].engines
+        for path in await asyncio.to_thread(self._campaign.store.paths, "leases"):
+            found = re.fullmatch(rf"leases/{role}-(\d+)\.json", path)
+            if found is None or (index := int(found[1])) < known or (role, index) in self._clients:
+                continue
+            if (client := await self._alive(role, index)) is not None:
+                get_run_logger().info("%s-%d has joined", role, index)
+                self._clients[role, index] = client
 
     async def call(
         self,
@@ -154,7 +176,7 @@ class Engines:
 
     async def shutdown_all(self) -> None:
         """Asks every engine to leave; their hosts complete."""
-        for role, index in self.everyone():
+        for role, index in dict.fromkeys([*self.everyone(), *self._clients]):
             client = self._clients.get((role, index)) or await self._alive(role, index)
             if client is not None:
                 try:

@@ -6,7 +6,7 @@ from headrace.blocks.manifest import Manifest
 from headrace.engines.experience.store import stage_key
 from headrace.tasks.campaign import current
 from headrace.tasks.score import score_now
-from headrace.tasks.stage import run_job, stage
+from headrace.tasks.stage import run_rollout_job, stage
 
 CODE = "1"
 
@@ -32,7 +32,7 @@ async def evaluate(version: int, problems: Manifest) -> Manifest:
         "version": version,
         "inputs": [problems.key],
     }
-    answers = await run_job("rollout", 0, "evaluate", "evaluate", version, 0, key, params)
+    answers = await run_rollout_job("evaluate", version, 0, key, params, index=0, samples=rows)
     scores = stage_key(
         "evaluate-score", CODE, recipe.reward.model_dump(mode="json", exclude={"workers"}), [answers.key]
     )

@@ -50,6 +50,8 @@ def iteration_row(c: Campaign, stages: dict[str, list[Manifest]]) -> dict[str, f
         row[f"seconds/{stage}"] = _seconds([m.metrics for m in made])
     for stage, names in SUMMED.items():
         row |= {name: sum(m.metrics.get(name, 0.0) for m in stages[stage]) for name in names}
+    asked = sum(m.part.rows for m in stages["prompts"] if m.part)
+    row["replacement_groups"] = float(asked - c.recipe.prompts)
     if "reward/mean" in row:
         row["reward"] = row["reward/mean"]
     row["truncated"] = sum(m.metrics.get("truncated", 0.0) * m.part.rows for m in stages["generate"] if m.part)

@@ -1,10 +1,16 @@
 """Samples the groups of one shard on a rollout engine, which writes them as Arrow itself."""
 
 from headrace.blocks.manifest import Manifest
+from headrace.blocks.recipe import Recipe
 from headrace.tasks.campaign import current
-from headrace.tasks.stage import run_job, stage
+from headrace.tasks.stage import run_rollout_job, stage
 
 CODE = "2"
+
+
+def shards_of(recipe: Recipe, rows: int) -> int:
+    """Into how many shards a round of ``rows`` prompts is cut. Shard s of round r has number r × rollout.shards + s."""
+    return min(recipe.rollout.shards, rows)
 
 
 @stage("generate", "generate[{step}/{shard}]")
@@ -12,12 +18,15 @@ async def generate(step: int, shard: int, prompts: Manifest) -> Manifest:
     """Finished groups of shard ``shard``: tokens, behaviour log-probabilities and the version that made each token."""
     c = current()
     recipe = c.recipe
-    rows = recipe.prompts
-    shards, engines = recipe.rollout.shards, recipe.roles.rollout.engines
-    index = shard % engines
-    # The shards of one engine; what an engine samples in one batch decides how it rounds.
-    cohort = [[rows * one // shards, rows * (one + 1) // shards] for one in range(index, shards, engines)]
-    start, stop = cohort[shard // engines]
+    assert prompts.part is not None
+    rows = prompts.part.rows
+    shards, engines = shards_of(recipe, rows), recipe.roles.rollout.engines
+    parts = [[rows * one // shards, rows * (one + 1) // shards] for one in range(shards)]
+    place = shard % recipe.rollout.shards
+    index = place % engines
+    start, stop = parts[place]
+    # The shards of one engine; what a deterministic engine samples in one batch decides how it rounds.
+    cohort = parts[index::engines] if recipe.rollout.deterministic else [[start, stop]]
     # Where and how fast it runs is not part of what is made, apart from the back end itself.
     config = {
         "rollout": recipe.rollout.model_dump(mode="json", exclude={"shards"}),
@@ -40,7 +49,8 @@ async def generate(step: int, shard: int, prompts: Manifest) -> Manifest:
         "inputs": [prompts.key],
     }
     c.start_deferred()
-    made = await run_job("rollout", index, "generate", "generate", step, shard, key, params)
-    first = step * rows
+    samples = (stop - start) * recipe.rollout.n
+    made = await run_rollout_job("generate", step, shard, key, params, index=index, samples=samples)
+    first = prompts.info["first"]
     c.ledger.committed(step, shard, list(range(first + start, first + stop)), made.key)
     return made

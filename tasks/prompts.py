@@ -1,4 +1,4 @@
-"""Draws an iteration's prompts and reserves their groups in the ledger."""
+"""Draws the prompts of a round of generation and reserves their groups in the ledger."""
 
 from headrace.blocks.manifest import Manifest
 from headrace.engines import data
@@ -6,25 +6,25 @@ from headrace.engines.experience.store import stage_key
 from headrace.tasks.campaign import current
 from headrace.tasks.stage import stage
 
-CODE = "1"
+CODE = "2"
 HELD_OUT_STEP = 0
 """Held-out prompts are drawn once; their manifest lies with iteration 0 under a stage of its own."""
 
 
-@stage("prompts", "prompts[{step}]")
-async def prompts(step: int) -> Manifest:
-    """The groups of iteration ``step``: a function of the recipe alone, so that any attempt draws the same."""
+@stage("prompts", "prompts[{step}/{round}]")
+async def prompts(step: int, round: int, cursor: int, count: int) -> Manifest:
+    """``count`` new groups for iteration ``step``, from the data cursor on: any attempt draws the same."""
     c = current()
     recipe = c.recipe
-    config = {"data": recipe.data.model_dump(mode="json"), "seed": recipe.seed, "count": recipe.prompts}
-    key = stage_key("prompts", CODE, config, [str(step)])
-    if (done := c.store.lookup("prompts", step, 0, key)) is not None:
+    config = {"data": recipe.data.model_dump(mode="json"), "seed": recipe.seed, "count": count}
+    key = stage_key("prompts", CODE, config, [str(step), str(cursor)])
+    if (done := c.store.lookup("prompts", step, round, key)) is not None:
         return done
-    cursor = step * recipe.prompts
-    drawn, after = data.draw(data.load_splits(recipe.data).train, cursor, recipe.prompts, recipe.seed)
-    part = c.store.write_table(f"experience/{step:06d}/prompts.arrow", data.prompts_table(drawn))
-    c.ledger.reserve(step, [group for group, _ in drawn], after)
-    return c.store.commit(Manifest(stage="prompts", step=step, key=key, part=part, info={"cursor": after}))
+    drawn, after = data.draw(data.load_splits(recipe.data).train, cursor, count, recipe.seed)
+    part = c.store.write_table(f"experience/{step:06d}/prompts-{round}.arrow", data.prompts_table(drawn))
+    c.ledger.reserve(step, [group for group, _ in drawn], after, round)
+    info = {"first": cursor, "cursor": after}
+    return c.store.commit(Manifest(stage="prompts", step=step, shard=round, key=key, part=part, info=info))
 
 
 @stage("held-out", "held-out")

@@ -38,6 +38,23 @@ def stage(name: str, run_name: str) -> Callable[[Callable[P, Coroutine[Any, Any,
     )
 
 
+async def run_rollout_job(
+    stage: str, step: int, shard: int, key: str, params: dict[str, Any], *, index: int, samples: int
+) -> Manifest:
+    """Job ``stage`` on a rollout engine: number ``index`` of a deterministic back end, else the least loaded one.
+
+    Raises EngineStartFailed, NoRoom, and what ``run_job`` raises. A shard whose engine died goes on elsewhere at the
+    task's next try, from the tokens that it has in the store.
+    """
+    c = current()
+    if c.recipe.rollout.deterministic:
+        return await run_job("rollout", index, stage, stage, step, shard, key, params)
+    if (done := c.store.lookup(stage, step, shard, key)) is not None:
+        return done
+    async with c.router.place(samples) as index:
+        return await run_job("rollout", index, stage, stage, step, shard, key, params)
+
+
 async def run_job(
     role: str,
     index: int,

@@ -54,7 +54,7 @@ async def checkpoint(step: int) -> None:
     """Saves the trainer's durable state after ``step`` iterations, then deletes what is no longer kept."""
     c = current()
     if step not in checkpoints(c):
-        params = {"path": str(checkpoint_folder(c, step)), "step": step, "cursor": step * c.recipe.prompts}
+        params = {"path": str(checkpoint_folder(c, step)), "step": step, "cursor": c.cursor}
         await c.engines.call("actor", 0, "save", params, job_id=f"save-{step}-{c.attempt}")
     for old in checkpoints(c)[: -c.recipe.checkpoint.keep]:
         shutil.rmtree(checkpoint_folder(c, old))

@@ -33,17 +33,22 @@ class Estimator:
 
 
 _estimators: dict[str, Estimator] = {}
+_plugins: dict[str, Estimator] = {}
 
 
 def estimator(
-    kind: str, *, compares_group: bool
+    kind: str, *, compares_group: bool, plugin: bool = False
 ) -> Callable[[Callable[[Any, Samples], Estimate]], Callable[[Any, Samples], Estimate]]:
-    """Registers the decorated function as the estimator of this kind."""
+    """Registers the decorated function as the estimator of this kind.
+
+    plugin: it has no configuration class; a recipe asks for it as ``{kind: plugin, name: <kind>, settings: {…}}``.
+    """
+    known = _plugins if plugin else _estimators
 
     def register(function: Callable[[Any, Samples], Estimate]) -> Callable[[Any, Samples], Estimate]:
-        if kind in _estimators:
+        if kind in known:
             raise AlgorithmError(f"estimator '{kind}' is registered twice")
-        _estimators[kind] = Estimator(function, compares_group)
+        known[kind] = Estimator(function, compares_group)
         return function
 
     return register
@@ -52,7 +57,7 @@ def estimator(
 def resolve(config: Any) -> tuple[Estimator, Any]:
     """The configured estimator, and the configuration to call it with."""
     if config.kind == "plugin":
-        return plugin("headrace.advantages", config.name), config.settings
+        return _plugins.get(config.name) or plugin("headrace.advantages", config.name, _plugins), config.settings
     if config.kind not in _estimators:
         raise AlgorithmError(f"there is no estimator '{config.kind}'; known: {', '.join(sorted(_estimators))}")
     return _estimators[config.kind], config

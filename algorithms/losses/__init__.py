@@ -1,19 +1,10 @@
-"""Policy losses by kind. Each module registers its own.
+"""Policy losses by kind. Each module of this package registers its own: to add one, add a file.
 
 Another package adds one through the entry point group ``headrace.losses``.
 """
 
-from headrace.algorithms.losses import (  # noqa: F401
-    cispo,
-    covariance,
-    dppo,
-    dro,
-    gmpo,
-    gspo,
-    ppo_clip,
-    reinforce,
-    sapo,
-)
-from headrace.algorithms.losses.registry import policy_loss, resolve
+from headrace.algorithms.losses.registry import load_modules, policy_loss, resolve
+
+load_modules(__name__, __path__)
 
 __all__ = ["policy_loss", "resolve"]

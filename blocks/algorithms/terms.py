@@ -1,6 +1,6 @@
 """KL terms, corrections of the back-end mismatch, filters and reward shaping."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -140,12 +140,21 @@ class Correction(Strict):
         return self
 
 
-class EqualRewards(Strict):
-    """Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing; they are dropped and counted."""
+def _empty_in_forms(field: dict[str, Any]) -> None:
+    """A form fills in constants; this one would switch the filter on where nobody touched it."""
+    field.pop("const", None)
+    field.pop("default", None)
 
-    kind: Literal["equal_rewards"] = "equal_rewards"
+
+class EqualRewards(Strict):
+    """Dynamic sampling (DAPO): groups whose rewards are all equal teach nothing: dropped, replaced and counted."""
+
+    kind: Literal["equal_rewards"] = Field(default="equal_rewards", json_schema_extra=_empty_in_forms)
     tolerance: float = Field(default=0.0, ge=0)
     """Rewards that differ by at most this count as equal."""
+    rounds: int = Field(default=3, ge=1)
+    """Rounds of generation in one iteration: each asks one new prompt for every group that taught nothing so far.
+    1 = such groups are dropped and not replaced."""
 
 
 class Overlong(Strict):

@@ -189,6 +189,11 @@ class Files:
             raise
         return True
 
+    def remove(self, path: str) -> None:
+        """Deletes a file that no manifest names; nothing happens when it does not exist. Raises StoreError."""
+        with suppress(NotInStore), self._told("delete", path):
+            self.fs.rm_file(self.locate(path))
+
     def get(self, path: str) -> bytes:
         """The bytes of a file. Raises NotInStore, StoreError."""
         with self._told("read", path):

@@ -47,9 +47,9 @@ class Ledger:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def reserve(self, step: int, group_ids: Sequence[int], cursor: int) -> None:
-        """The groups that step ``step`` takes, and the data cursor after them. Raises LedgerError, StoreError."""
-        self._write("reserved", step, 0, {"groups": list(group_ids), "cursor": cursor})
+    def reserve(self, step: int, group_ids: Sequence[int], cursor: int, round: int = 0) -> None:
+        """The groups that a round of a step takes, and the data cursor after them. Raises LedgerError, StoreError."""
+        self._write("reserved", step, round, {"groups": list(group_ids), "cursor": cursor})
 
     def committed(self, step: int, shard: int, group_ids: Sequence[int], key: str) -> None:
         """The groups whose samples are in the store under the manifest key. Raises LedgerError, StoreError."""
@@ -125,9 +125,10 @@ class Ledger:
         if not finished:
             return Frontier(0, 0)
         last = max(finished)
-        if (path := _path("reserved", last, 0)) not in paths:
-            raise LedgerError(f"step {last} is trained and {self._store.url}/{path} is missing: nothing was reserved")
-        return Frontier(last + 1, json.loads(self._store.get(path))["cursor"])
+        rounds = [event for event in map(_event, paths) if event[:2] == ("reserved", last)]
+        if not rounds:
+            raise LedgerError(f"step {last} is trained and nothing in {self._store.url}/ledger was reserved for it")
+        return Frontier(last + 1, json.loads(self._store.get(_path(*max(rounds))))["cursor"])
 
     def _read(self) -> dict[tuple[str, int, int], dict[str, Any]]:
         paths = self._store.paths("ledger")

@@ -44,13 +44,19 @@ def score_table(store: Store, generate: Manifest, pool: RewardPool, prompts: Man
     )
 
 
-def score_metrics(scored: pa.Table) -> dict[str, float]:
-    """Figures of a SCORE table: mean and standard deviation of the reward, mean of each part, samples, failed ones.
+def score_metrics(scored: pa.Table, tolerance: float = 0.0) -> dict[str, float]:
+    """Figures of a SCORE table: mean and standard deviation of the reward, mean of each part, samples, failed ones, and
+    the groups in which rewards differ by more than ``tolerance``.
 
     Means are over the samples that could be scored, and are left out where none could.
     """
     rewards = scored["reward"].drop_null().to_numpy()
     metrics = {"samples": float(scored.num_rows), "score_failed": float(scored.num_rows - len(rewards))}
+    groups: dict[str, list[float]] = {}
+    for uid, reward in zip(scored["uid"].to_pylist(), scored["reward"].to_pylist(), strict=True):
+        if reward is not None:
+            groups.setdefault(uid.split("-")[0], []).append(reward)
+    metrics["differing_groups"] = float(sum(max(r) - min(r) > tolerance for r in groups.values()))
     if len(rewards):
         metrics |= {"reward": float(rewards.mean(dtype="float64")), "reward_std": float(rewards.std(dtype="float64"))}
     named: dict[str, list[float]] = {}

@@ -25,16 +25,6 @@ class Sampling:
     """Sampling one of these ends the sample; the stop token is part of the response."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """One group: a prompt and the seeds of its samples (one uint64 for each sample; their number is n)."""
-
-    group: int
-    prompt_ids: Sequence[int]
-    seeds: Sequence[int]
-    sampling: Sampling
-
-
 @dataclass
 class Completion:
     """One sample of a group."""
@@ -44,9 +34,38 @@ class Completion:
     logprobs: list[float]
     """Natural log-probability of each token of ``token_ids`` as sampled."""
     finish_reason: str
-    """stop | length | abort"""
+    """stop | length | abort; '' while it is under way"""
     weight_spans: list[tuple[int, int]]
     """Run-length: (weight version, number of tokens), in order, covering ``token_ids``."""
+
+    def copy(self) -> "Completion":
+        """One that does not change when this one goes on."""
+        spans = list(self.weight_spans)
+        return Completion(self.sample, list(self.token_ids), list(self.logprobs), self.finish_reason, spans)
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Appends tokens that were sampled under one weight version."""
+        if not token_ids:
+            return
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        if self.weight_spans and self.weight_spans[-1][0] == version:
+            self.weight_spans[-1] = (version, self.weight_spans[-1][1] + len(token_ids))
+        else:
+            self.weight_spans.append((version, len(token_ids)))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One group: a prompt and the seeds of its samples (one uint64 for each sample; their number is n)."""
+
+    group: int
+    prompt_ids: Sequence[int]
+    seeds: Sequence[int]
+    sampling: Sampling
+    begun: dict[int, Completion] = field(default_factory=dict, compare=False)
+    """What samples have so far, by their place. A back end that is not ``deterministic`` goes on from there, also where
+    another engine began them, and keeps it up to date while it runs. A deterministic one makes the whole batch anew."""
 
 
 @dataclass
@@ -59,6 +78,9 @@ class Group:
 
 class RolloutEngine(Protocol):
     """A loaded engine. One instance lives as long as its host; calls come from one event loop."""
+
+    door: str
+    """URL of the engine's own OpenAI-compatible server; '' where it has none."""
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Group]:
         """Yields each group once, as soon as all of its samples are finished; order is free.
@@ -81,6 +103,22 @@ class RolloutEngine(Protocol):
         Raises ``headrace.engines.checkpoint.errors.WeightError`` when anything differs from the version's manifest;
         the engine then refuses to generate until a load succeeds.
         """
+        ...
+
+    async def reset_caches(self) -> None:
+        """Drops keys and values that are kept for later requests."""
+        ...
+
+    async def sleep(self, level: int = 1) -> None:
+        """Stops, and gives memory back where the back end can: level 1 the cache, 2 also the weights."""
+        ...
+
+    async def wake(self) -> None:
+        """Undoes ``sleep``. After level 2 weights have to be loaded before the next request."""
+        ...
+
+    async def metrics(self) -> dict[str, float]:
+        """What it does now: samples ``running`` and ``waiting``, ``tokens`` sampled so far. Also the health check."""
         ...
 
     async def served(self) -> Served | None:

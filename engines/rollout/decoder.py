@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.engines.rollout.architecture import Architecture
+from headrace.engines.rollout.matrix import Matrix
 from headrace.engines.rollout.parameters import Layer, Parameters
 from headrace.engines.rollout.slots import PromptCache, Slots
 
@@ -31,18 +32,21 @@ class Decoder:
         self._cos = torch.cat([cos, cos], -1).to(dtype)
         self._sin = torch.cat([-sin, sin], -1).to(dtype)  # the sign of rotate-half is in the table
         self._head_dtype = head_dtype
-        self._head = self.parameters.head
+        self._head = Matrix(self.parameters.head)
         self.parameters.read_folder(folder)
         self.refresh()
 
     def refresh(self) -> None:
         """Drops what was derived from older weights."""
-        self._head = self.parameters.head.to(self._head_dtype)
+        self._head = Matrix(self.parameters.head.to(self._head_dtype))
+        self._head.weights_changed()
+        for layer in self.parameters.layers:
+            layer.weights_changed()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [n, vocabulary] from the last hidden states [n, hidden]."""
         normed = self._norm(hidden, self.parameters.norm)
-        return F.linear(normed.to(self._head_dtype), self._head).float()
+        return self._head(normed.to(self._head_dtype)).float()
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[PromptCache]]:
@@ -84,7 +88,7 @@ class Decoder:
             keys[index], values[index] = k.transpose(2, 3), v
             rest = self._attend(q, k, v, seen if shared else None)
             attended.append(rest.transpose(1, 2).reshape(batch * longest, -1)[rows])
-            x = self._mlp(layer, x + F.linear(torch.cat(attended), layer.output, layer.output_bias))
+            x = self._mlp(layer, x + layer.output(torch.cat(attended)))
         last = shared + torch.tensor(lengths, device=self.device).cumsum(0) - 1
         caches = [
             PromptCache(keys[:, i, ..., : shared + n], values[:, i, :, : shared + n]) for i, n in enumerate(lengths)
@@ -118,13 +122,13 @@ class Decoder:
             scores = torch.matmul(q.reshape(n, a.kv_heads, a.group, a.head_dim), keys[:n, ..., :end])
             weights = torch.softmax(torch.add(bias, scores, alpha=scale), -1).to(self.dtype)
             attended = torch.matmul(weights, values[:n, :, :end]).view(n, -1)
-            x = self._mlp(layer, x + F.linear(attended, layer.output, layer.output_bias))
+            x = self._mlp(layer, x + layer.output(attended))
         return self.logits(x)
 
     def _heads(self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Queries, keys (both rotated) and values: [n, heads + 2 kv_heads, head_dim]."""
         a = self.arch
-        heads = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+        heads = layer.qkv(self._norm(x, layer.input_norm))
         heads = heads.view(len(x), -1, a.head_dim)
         q, k, v = heads.split([a.heads, a.kv_heads, a.kv_heads], 1)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -136,8 +140,8 @@ class Decoder:
         return heads
 
     def _mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
+        return x + layer.down(F.silu(gate) * up)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()

@@ -38,6 +38,7 @@ class TransformersEngine:
     """
 
     deterministic = True
+    door = ""
 
     def __init__(self, spec: RolloutSpec) -> None:
         """Loads the model; blocks for that long. Raises UnsupportedModel."""
@@ -49,6 +50,7 @@ class TransformersEngine:
         self._served: Served | None = None
         self._broken = ""
         self._batch: Batch | None = None
+        self._sampled = 0
         self._worker.submit(self._load_model, spec.backend.max_batch).result()
 
     def _load_model(self, max_batch: int) -> None:
@@ -90,6 +92,7 @@ class TransformersEngine:
                 for group in batch.take():
                     yield group
             finally:
+                self._sampled += batch.tokens
                 self._batch = None
 
     async def pause(self, mode: str = "keep") -> None:
@@ -130,6 +133,24 @@ class TransformersEngine:
         self._served = served.model_copy(update={"pause_seconds": time.monotonic() - began})
         self._broken = ""
         return self._served
+
+    async def reset_caches(self) -> None:
+        """See ``RolloutEngine.reset_caches``: nothing outlives the call that made it."""
+
+    async def sleep(self, level: int = 1) -> None:
+        """See ``RolloutEngine.sleep``: the slots are given back; weights stay, whatever the level."""
+        await self.pause("wait")
+        await self._do(self._storage.free)
+
+    async def wake(self) -> None:
+        """See ``RolloutEngine.wake``; slots are made again when they are needed."""
+        await self.resume()
+
+    async def metrics(self) -> dict[str, float]:
+        """See ``RolloutEngine.metrics``."""
+        batch = self._batch
+        running, waiting = batch.load if batch is not None else (0, 0)
+        return {"running": running, "waiting": waiting, "tokens": self._sampled + (batch.tokens if batch else 0)}
 
     async def served(self) -> Served | None:
         """See ``RolloutEngine.served``."""

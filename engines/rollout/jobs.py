@@ -1,9 +1,11 @@
 """The jobs of a rollout host: manifests in, manifests out; tokens stay on this side."""
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -12,14 +14,17 @@ from pydantic import BaseModel, ConfigDict
 from headrace.blocks.manifest import Manifest
 from headrace.engines.experience.schema import GENERATE
 from headrace.engines.experience.store import Store
-from headrace.engines.rollout.base import Completion, Group, Request, RolloutEngine, Sampling
+from headrace.engines.rollout import begun
+from headrace.engines.rollout.base import Group, Request, RolloutEngine, Sampling
 from headrace.engines.rollout.cohort import Cohorts
 from headrace.engines.rollout.counter import sample_seed
-from headrace.engines.rollout.errors import RolloutError, WrongVersion
+from headrace.engines.rollout.errors import EngineDied, RolloutError, WrongVersion
 from headrace.engines.rollout.render import Renderer
 
 Progress = Callable[..., None]
 """Called with named figures."""
+SAVE_S = 5.0
+"""How often a job keeps what it has sampled so far; an engine that dies costs at most that."""
 
 
 class _Sample(BaseModel):
@@ -64,6 +69,9 @@ class Bench:
     engine: RolloutEngine
     renderer: Renderer
     cohorts: Cohorts
+    scribe: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "scribe"))
+    """Renders prompts, decodes answers and writes, so that the engine's loop goes on; tokenizers want one thread."""
+    save_s: float = SAVE_S
 
 
 async def generate(bench: Bench, params: GenerateParams, progress: Progress) -> Manifest:
@@ -99,88 +107,138 @@ async def _sample(
             f"{stage} of step {params.step} needs weight version {params.version}, but this engine serves "
             f"{f'version {served.version}' if served else 'none yet'}: sync the weights first"
         )
+    scribe = asyncio.get_running_loop().run_in_executor
+    sampling = Sampling(temperature, params.max_tokens, renderer.stop_token_ids)
+    work = await scribe(bench.scribe, lambda: _prepare(bench, store, params, n, sampling))
+    began, clock = time.time(), time.monotonic()
+    kept = begun.path_of(stage, params.step, params.shard, params.key)
+    resumed = 0
+    if not engine.deterministic:
+        resumed = await scribe(bench.scribe, begun.restore, store, kept, work.requests)
+    saving = asyncio.create_task(_keep_saving(bench, store, kept, work.requests))
+    tables: dict[int, asyncio.Future[pa.Table]] = {}
+    aborted: list[str] = []
+    tokens = truncated = 0
+    try:
+        async for group in bench.cohorts.groups(work.everyone, set(work.rows), served.version):
+            tables[group.group] = scribe(bench.scribe, _table, work, group, renderer)
+            tokens += sum(len(completion.token_ids) for completion in group.completions)
+            truncated += sum(completion.finish_reason == "length" for completion in group.completions)
+            aborted += [f"{group.group}-{c.sample}" for c in group.completions if c.finish_reason == "abort"]
+            progress(groups=len(tables), of=len(work.requests), tokens=tokens)
+    except EngineDied:
+        await _save(bench, store, kept, work.requests)
+        raise
+    finally:
+        saving.cancel()
+    seconds = time.monotonic() - clock
+    if aborted:
+        raise RolloutError(
+            f"{len(aborted)} samples were aborted, first {aborted[0]}; nothing of this shard was committed"
+        )
+    fingerprint = engine.fingerprint()
+    semantics = {"temperature": temperature, "max_tokens": params.max_tokens, "stop": list(renderer.stop_token_ids)}
+    about = {"sampling": json.dumps(semantics), "engine": json.dumps(fingerprint)}
+    ordered = [await tables[request.group] for request in work.requests]
+
+    def write() -> Manifest:
+        table = pa.concat_tables(ordered).replace_schema_metadata(about)
+        part = store.write_table(f"experience/{params.step:06d}/{stage}-{params.shard}.arrow", table)
+        made = store.commit(
+            Manifest(
+                stage=stage,
+                step=params.step,
+                shard=params.shard,
+                key=params.key,
+                part=part,
+                inputs=params.inputs,
+                metrics={
+                    "samples": table.num_rows,
+                    "tokens": tokens,
+                    "resumed_tokens": resumed,
+                    "prompt_tokens": sum(len(request.prompt_ids) for request in work.requests),
+                    "began": began,
+                    "seconds": seconds,
+                    "tokens_per_second": (tokens - resumed) / seconds,
+                    "mean_length": tokens / table.num_rows,
+                    "truncated": truncated / table.num_rows,
+                },
+                info={"version": served.version, "digest": served.digest, "fingerprint": fingerprint},
+            )
+        )
+        store.remove(kept)
+        return made
+
+    return await scribe(bench.scribe, write)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A job's prompts, rendered."""
+
+    requests: list[Request]
+    """Those of the job, in the order of its prompts."""
+    everyone: list[Request]
+    """Those of the whole batch that the engine samples."""
+    rows: dict[int, dict[str, Any]]
+    """What the rows of a group share, by group."""
+
+
+def _prepare(bench: Bench, store: Store, params: _Sample, n: int, sampling: Sampling) -> _Work:
     assert params.prompts.part is not None
     table = store.read_table(params.prompts.part)
     own = (params.start, params.stop)
     # What the engine's batch holds decides how it rounds: a deterministic engine always gets the whole cohort.
-    batch = params.cohort if params.cohort and engine.deterministic else [own]
-    sampling = Sampling(temperature, params.max_tokens, renderer.stop_token_ids)
-    prompts: list[dict[str, Any]] = []
-    requests: list[Request] = []
-    everyone: list[Request] = []
-    texts: dict[int, str] = {}
+    batch = params.cohort if params.cohort and bench.engine.deterministic else [own]
+    work = _Work([], [], {})
     for start, stop in batch:
         for row in table.slice(start, stop - start).to_pylist():
-            text, ids = renderer.render(row["messages"])
+            text, ids = bench.renderer.render(row["messages"])
             seeds = [sample_seed(params.campaign_seed, row["group_id"], sample) for sample in range(n)]
-            everyone.append(Request(row["group_id"], ids, seeds, sampling))
+            work.everyone.append(Request(row["group_id"], ids, seeds, sampling))
             if (start, stop) == own:
-                prompts.append(row)
-                requests.append(everyone[-1])
-                texts[row["group_id"]] = text
-    began, clock = time.time(), time.monotonic()
-    groups: dict[int, Group] = {}
-    tokens = 0
-    async for group in bench.cohorts.groups(everyone, set(texts), served.version):
-        groups[group.group] = group
-        tokens += sum(len(completion.token_ids) for completion in group.completions)
-        progress(groups=len(groups), of=len(requests), tokens=tokens)
-    seconds = time.monotonic() - clock
+                work.requests.append(work.everyone[-1])
+                work.rows[row["group_id"]] = {
+                    "group_id": row["group_id"],
+                    "prompt_id": row["prompt_id"],
+                    "prompt_ids": list(ids),
+                    "prompt_text": text,
+                    "ground_truth": row["ground_truth"],
+                    "seeds": seeds,
+                }
+    return work
+
+
+async def _keep_saving(bench: Bench, store: Store, path: str, requests: list[Request]) -> None:
+    """So that another engine can go on from the tokens when this process dies."""
+    while not bench.engine.deterministic:
+        await asyncio.sleep(bench.save_s)
+        await _save(bench, store, path, requests)
+
+
+async def _save(bench: Bench, store: Store, path: str, requests: list[Request]) -> None:
+    if not bench.engine.deterministic:
+        now = [replace(r, begun={sample: c.copy() for sample, c in r.begun.items()}) for r in requests]
+        await asyncio.get_running_loop().run_in_executor(bench.scribe, begun.save, store, path, now)
+
+
+def _table(work: _Work, group: Group, renderer: Renderer) -> pa.Table:
+    """The rows of a finished group, in the schema GENERATE."""
+    shared = work.rows[group.group]
     rows = [
-        _row(prompt, request, completion, texts[request.group], renderer)
-        for prompt, request in zip(prompts, requests, strict=True)
-        for completion in groups[request.group].completions
+        {
+            **shared,
+            "uid": f"{group.group}-{completion.sample}",
+            "sample": completion.sample,
+            "response_ids": completion.token_ids,
+            "response_mask": [1] * len(completion.token_ids),
+            "behaviour_logprobs": completion.logprobs,
+            "weight_spans": [{"version": version, "tokens": tokens} for version, tokens in completion.weight_spans],
+            "finish_reason": completion.finish_reason,
+            "turns": 1,
+            "seed": shared["seeds"][completion.sample],
+            "text": renderer.decode(completion.token_ids),
+        }
+        for completion in group.completions
     ]
-    cut = [row["uid"] for row in rows if row["finish_reason"] == "abort"]
-    if cut:
-        raise RolloutError(f"{len(cut)} samples were aborted, first {cut[0]}; nothing of this shard was committed")
-    fingerprint = engine.fingerprint()
-    semantics = {"temperature": temperature, "max_tokens": params.max_tokens, "stop": list(renderer.stop_token_ids)}
-    schema = GENERATE.with_metadata({"sampling": json.dumps(semantics), "engine": json.dumps(fingerprint)})
-    part = store.write_table(
-        f"experience/{params.step:06d}/{stage}-{params.shard}.arrow", pa.Table.from_pylist(rows, schema=schema)
-    )
-    return store.commit(
-        Manifest(
-            stage=stage,
-            step=params.step,
-            shard=params.shard,
-            key=params.key,
-            part=part,
-            inputs=params.inputs,
-            metrics={
-                "samples": len(rows),
-                "tokens": tokens,
-                "prompt_tokens": sum(len(request.prompt_ids) for request in requests),
-                "began": began,
-                "seconds": seconds,
-                "tokens_per_second": tokens / seconds,
-                "mean_length": tokens / len(rows),
-                "truncated": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
-            },
-            info={"version": served.version, "digest": served.digest, "fingerprint": fingerprint},
-        )
-    )
-
-
-def _row(
-    prompt: dict[str, Any], request: Request, completion: Completion, prompt_text: str, renderer: Renderer
-) -> dict[str, Any]:
-    """One row of GENERATE."""
-    return {
-        "uid": f"{request.group}-{completion.sample}",
-        "group_id": request.group,
-        "prompt_id": prompt["prompt_id"],
-        "sample": completion.sample,
-        "prompt_ids": list(request.prompt_ids),
-        "response_ids": completion.token_ids,
-        "response_mask": [1] * len(completion.token_ids),
-        "behaviour_logprobs": completion.logprobs,
-        "weight_spans": [{"version": version, "tokens": tokens} for version, tokens in completion.weight_spans],
-        "finish_reason": completion.finish_reason,
-        "turns": 1,
-        "seed": request.seeds[completion.sample],
-        "prompt_text": prompt_text,
-        "text": renderer.decode(completion.token_ids),
-        "ground_truth": prompt["ground_truth"],
-    }
+    return pa.Table.from_pylist(rows, schema=GENERATE)

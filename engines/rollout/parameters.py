@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from headrace.engines.rollout.architecture import Architecture
 from headrace.engines.rollout.errors import UnsupportedModel
+from headrace.engines.rollout.matrix import Matrix
 
 
 @dataclass
@@ -17,19 +18,20 @@ class Layer:
     """Weights of one layer; matrices are [out, in]."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Matrix
     """[(heads + 2 kv_heads) * head_dim, hidden]: queries, keys, values."""
-    output: torch.Tensor
+    output: Matrix
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Matrix
     """[2 * intermediate, hidden]: gate, then up."""
-    down: torch.Tensor
-    qkv_bias: torch.Tensor | None = None
-    output_bias: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
+    down: Matrix
     query_norm: torch.Tensor | None = None
     key_norm: torch.Tensor | None = None
+
+    def weights_changed(self) -> None:
+        """After the weights were written."""
+        for matrix in (self.qkv, self.output, self.gate_up, self.down):
+            matrix.weights_changed()
 
 
 class Parameters:
@@ -54,15 +56,11 @@ class Parameters:
             self.layers.append(
                 Layer(
                     input_norm=self._new(None, a.hidden, **{f"{p}input_layernorm": a.hidden}),
-                    qkv=self._new(sum(qkv.values()), a.hidden, **qkv),
-                    output=self._new(a.hidden, a.heads * width, **output),
+                    qkv=self._matrix(a.hidden, a.qkv_bias, qkv),
+                    output=self._matrix(a.heads * width, a.output_bias, output),
                     mlp_norm=self._new(None, a.hidden, **{f"{p}post_attention_layernorm": a.hidden}),
-                    gate_up=self._new(sum(gate_up.values()), a.hidden, **gate_up),
-                    down=self._new(a.hidden, a.intermediate, **down),
-                    qkv_bias=self._bias(a.qkv_bias, qkv),
-                    output_bias=self._bias(a.output_bias, output),
-                    gate_up_bias=self._bias(a.mlp_bias, gate_up),
-                    down_bias=self._bias(a.mlp_bias, down),
+                    gate_up=self._matrix(a.hidden, a.mlp_bias, gate_up),
+                    down=self._matrix(a.intermediate, a.mlp_bias, down),
                     query_norm=self._new(None, width, **{f"{p}self_attn.q_norm": width}) if a.qk_norm else None,
                     key_norm=self._new(None, width, **{f"{p}self_attn.k_norm": width}) if a.qk_norm else None,
                 )
@@ -76,6 +74,10 @@ class Parameters:
         for name, view in zip(parts, tensor.split(list(parts.values())), strict=True):
             self._views[f"{name}.weight"] = view
         return tensor
+
+    def _matrix(self, columns: int, biased: bool, parts: dict[str, int]) -> Matrix:
+        """The parts one below the other."""
+        return Matrix(self._new(sum(parts.values()), columns, **parts), self._bias(biased, parts))
 
     def _bias(self, present: bool, parts: dict[str, int]) -> torch.Tensor | None:
         if not present:

@@ -48,8 +48,8 @@ class LoadParams(BaseModel):
 class RolloutHost:
     """One engine on an event loop of its own; jobs come from the job server's worker thread."""
 
-    def __init__(self, spec: RolloutSpec, log_dir: Path) -> None:
-        """Starts the engine; blocks until it can serve."""
+    def __init__(self, spec: RolloutSpec, log_dir: Path, token: str) -> None:
+        """Starts the engine; blocks until it can serve. token: the campaign's, which guards the engine's own door."""
         renderer = Renderer(Path(spec.model))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
@@ -57,7 +57,7 @@ class RolloutHost:
         # The back end has a deadline of its own for its start.
         self.lost: EngineDied | None = None
         self._leave: Callable[[], None] = lambda: None
-        self.engine: RolloutEngine = asyncio.run_coroutine_threadsafe(_start(spec, log_dir), self._loop).result()
+        self.engine: RolloutEngine = asyncio.run_coroutine_threadsafe(_start(spec, log_dir, token), self._loop).result()
         self.bench = jobs.Bench(self.engine, renderer, Cohorts(self.engine))
 
     def guard(self, leave: Callable[[], None]) -> None:
@@ -103,6 +103,7 @@ class RolloutHost:
         """What ``/health`` adds."""
         served = asyncio.run_coroutine_threadsafe(self.engine.served(), self._loop).result(STATUS_S)
         return {
+            "openai_api": self.engine.door,
             "version": served.version if served else None,
             "digest": served.digest if served else None,
             "deterministic": self.engine.deterministic,
@@ -126,14 +127,22 @@ class RolloutHost:
         return future.result()
 
 
-async def _start(spec: RolloutSpec, log_dir: Path) -> RolloutEngine:
+async def _start(spec: RolloutSpec, log_dir: Path, token: str) -> RolloutEngine:
+    if spec.backend.kind == "transformers":
+        from headrace.engines.rollout.hf import TransformersEngine
+
+        return TransformersEngine(spec)
     if spec.backend.kind == "vllm":
         from headrace.engines.rollout.vllm import VLLMEngine
 
-        return await VLLMEngine.start(spec, log_dir)
-    from headrace.engines.rollout.hf import TransformersEngine
+        return await VLLMEngine.start(spec, log_dir, door_key=token)
+    if spec.backend.kind == "sglang":
+        from headrace.engines.rollout.sglang import SGLangEngine
 
-    return TransformersEngine(spec)
+        return await SGLangEngine.start(spec, log_dir)
+    from headrace.engines.rollout.trtllm import start
+
+    return await start(spec)
 
 
 def main() -> int:
@@ -142,7 +151,7 @@ def main() -> int:
     path: Path = parser.parse_args().spec
     try:
         spec = ServerSpec.model_validate_json(path.read_bytes())
-        host = RolloutHost(spec.rollout, Path(spec.log_dir))
+        host = RolloutHost(spec.rollout, Path(spec.log_dir), spec.token)
     except (OSError, ValidationError, RolloutError, WeightError) as error:
         print(f"the rollout engine cannot start: {error}", file=sys.stderr)
         return 1

@@ -42,6 +42,10 @@ class Storage:
             torch.full((batch, 1, 1, length), -torch.inf, device=self.device),
         )
 
+    def free(self) -> None:
+        """Gives the memory back; the next call takes it again."""
+        self._flat = [torch.zeros(0, dtype=flat.dtype, device=flat.device) for flat in self._flat]
+
 
 @dataclass
 class Slots:

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from headrace.blocks.base import Strict
-from headrace.blocks.recipe import TransformersRollout, VLLMRollout
+from headrace.blocks.recipe import Backend
 
 
 class RolloutSpec(Strict):
@@ -22,13 +22,13 @@ class RolloutSpec(Strict):
     threads: int = Field(1, ge=1)
     """CPU threads."""
     python: str = ""
-    """Interpreter of the environment that has vLLM; only for that back end."""
-    backend: TransformersRollout | VLLMRollout = Field(discriminator="kind")
+    """Interpreter of the engine's own environment; not for the transformers back end, which runs in this one."""
+    backend: Backend
 
     @model_validator(mode="after")
     def _one_environment(self) -> "RolloutSpec":
-        if (self.backend.kind == "vllm") != bool(self.python):
-            raise ValueError("python names the interpreter that has vLLM: give it for backend vllm, and only for that")
+        if (self.backend.kind != "transformers") != bool(self.python):
+            raise ValueError(f"python names the environment of vllm, sglang or trtllm; backend is {self.backend.kind}")
         if self.backend.kind == "transformers" and self.gpus > 1:
             raise ValueError(f"gpus is {self.gpus}, but the transformers back end uses at most one: choose vllm")
         return self

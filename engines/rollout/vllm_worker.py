@@ -1,6 +1,6 @@
 """Runs inside vLLM's workers, in vLLM's environment: pulls a weight version into the running model.
 
-``--worker-extension-cls`` mixes ``HeadraceWorker`` into vLLM's worker; its method is called by ``/collective_rpc``, so
+``--worker-extension-cls`` mixes ``HeadraceWorker`` into vLLM's worker; its method is called by ``collective_rpc``, so
 it runs between two steps of the engine. Needs torch, vllm, pydantic, fsspec and xxhash in that environment.
 """
 
@@ -45,7 +45,8 @@ class HeadraceWorker:
                 loading.finish(worker.model_runner.model_config, served.version)
             except WeightError as error:
                 return {"error": str(error), "spoiled": loading.begun}
-        worker.model_runner.reset_lora_state()
+        if worker.vllm_config.lora_config is not None:
+            worker.model_runner.reset_lora_state()
         return {"served": served.model_dump()}
 
 

@@ -173,7 +173,8 @@ class JobServer:
         self._heard = time.monotonic()
 
     def _routes(self) -> FastAPI:
-        app = FastAPI(title=f"headrace {self._role} engine", dependencies=[Depends(self._admit)])
+        # Documentation pages would be outside the dependency that asks for the token: there are none.
+        app = FastAPI(dependencies=[Depends(self._admit)], openapi_url=None)
 
         @app.post("/jobs")
         def submit(body: dict[str, Any]) -> dict[str, Any]:

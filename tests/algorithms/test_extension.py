@@ -1,12 +1,16 @@
 """An algorithm from another package is one file and an entry point; this package imports with torch alone."""
 
+import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 
 import pytest
 import torch
 
+import headrace.algorithms.losses
 from headrace.algorithms.advantages import Estimate, Estimator, Samples, advantages
 from headrace.algorithms.batch import Jagged
 from headrace.algorithms.denominators import Denominators
@@ -73,6 +77,32 @@ def test_an_estimator(installed):
     batch = Jagged.from_lengths([1, 2])
     result = advantages(config, rewards=torch.tensor([1.0, 0.0]), groups=torch.tensor([0, 1]), batch=batch)
     assert result.values.tolist() == [0.75, -0.25, -0.25]
+
+
+def test_one_file_in_the_package_is_an_algorithm(tmp_path):
+    """A copy of the repository with one more file, and a process of its own."""
+    root = Path(headrace.algorithms.losses.__file__).resolve().parents[2]
+    for room in ("algorithms", "blocks"):
+        shutil.copytree(root / room, tmp_path / "headrace" / room)
+    (tmp_path / "headrace" / "__init__.py").write_text('__version__ = "0"\n')
+    (tmp_path / "headrace" / "algorithms" / "losses" / "mine.py").write_text(
+        "from headrace.algorithms.losses.registry import policy_loss\n"
+        "from headrace.algorithms.tokens import LossTerms\n"
+        "@policy_loss('mine', plugin=True)\n"
+        "def mine(settings, x):\n"
+        "    return LossTerms(-settings['scale'] * x.advantages * x.ratio, slope=None)\n"
+    )
+    code = """
+from headrace.algorithms.losses import resolve
+from headrace.blocks.algorithms import Algorithm
+function, settings = resolve(Algorithm(loss={"kind": "plugin", "name": "mine", "settings": {"scale": 2}}).loss)
+print(function.__module__, settings)
+"""
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "headrace.algorithms.losses.mine {'scale': 2}\n"
 
 
 def test_an_unknown_name_says_what_is_installed(installed):

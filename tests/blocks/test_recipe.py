@@ -122,3 +122,25 @@ def test_a_wrong_recipe_is_one_readable_message():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "- prompts:" in done.stderr and "- nope:" in done.stderr
+
+
+def test_an_untouched_run_form_is_the_base():
+    """Prefect's form sends constants, false for boxes, and empty sections without being asked."""
+
+    def sent(schema, definitions):
+        if "$ref" in schema:
+            schema = definitions[schema["$ref"].rsplit("/", 1)[1]]
+        if "const" in schema or "default" in schema:
+            return schema.get("default", schema.get("const"))
+        if schema.get("type") == "boolean":
+            return False
+        if "properties" in schema:
+            values = {name: sent(field, definitions) for name, field in schema["properties"].items()}
+            return {name: value for name, value in values.items() if value is not None}
+        first = schema.get("anyOf", [None])[0]  # of a choice between types, the first is shown
+        return sent(first, definitions) if first else None
+
+    schema = Recipe.model_json_schema()
+    form = sent(schema, schema["$defs"]) | {"base": "quickstart"}
+    assert form != {"base": "quickstart"}
+    assert Recipe.model_validate(form) == Recipe.model_validate({"base": "quickstart"}).model_copy()

@@ -28,7 +28,8 @@ class Stack:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.env = {**os.environ, "HEADRACE_HOME": str(home), "COLUMNS": "200"}
-        self.env.pop("PREFECT_API_URL", None)
+        for name in [name for name in self.env if name.startswith(("PREFECT_API", "AWS_"))]:
+            del self.env[name]
 
     @property
     def state(self) -> dict:

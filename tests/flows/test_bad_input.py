@@ -55,6 +55,13 @@ def test_a_pool_that_does_not_exist(stack, tiny_recipe):
     assert done.returncode == 1 and "prefect work-pool create nowhere" in done.stderr, done.stderr
 
 
+def test_an_unknown_engine_is_told_with_those_that_there_are(stack, tiny_recipe):
+    done = stack.headrace("run", str(tiny_recipe), "--campaign", "odd", "--set", "rollout.backend.kind=tgi")
+    assert done.returncode == 1 and "rollout.backend" in done.stderr and "'vllm'" in done.stderr, done.stderr
+    done = stack.headrace("run", str(tiny_recipe), "--campaign", "odd", "--set", "rollout.backend.kind=sglang")
+    assert done.returncode == 1 and "needs GPUs" in done.stderr, done.stderr
+
+
 def test_samples_whose_scoring_fails_are_counted_and_not_trained(stack, tiny_recipe, tmp_path):
     rows = [{"prompt": f"Say {n}.", "ground_truth": str(n) if n % 2 else "no number"} for n in range(12)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

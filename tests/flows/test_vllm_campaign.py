@@ -1,6 +1,9 @@
 """The same campaign with real vLLM as the rollout engine, in its own environment."""
 
+import json
 import os
+import signal
+import time
 
 import pytest
 import yaml
@@ -33,3 +36,39 @@ def test_a_campaign_on_vllm(stack, tiny_recipe, make_model, tmp_path):
     assert len(rows) == 2 and all(row["mismatch/max_abs_log_ratio"] < 1e-3 for row in rows), rows
     table = store.read_table(store.manifests(1, "generate")[0].part)
     assert {span["version"] for spans in table["weight_spans"].to_pylist() for span in spans} == {1}
+
+
+def test_an_engine_that_is_killed_costs_seconds_and_no_group(stack, tiny_recipe, make_model, tmp_path):
+    """Two engines; one is killed with SIGKILL, host program and vLLM, in the middle of a long generation."""
+    recipe = {
+        "base": str(tiny_recipe),
+        "name": "two",
+        "iterations": 2,
+        "prompts": 8,
+        "model": {"path": str(make_model(head_dim=32)), "dtype": "float32"},
+        "roles": {"rollout": {"pool": "rollout-vllm", "engines": 2}},
+        "rollout": {"n": 48, "max_tokens": 440, "shards": 4, "backend": {"kind": "vllm", "max_model_len": 512}},
+        "train": {"tokens_per_microbatch": 4096},
+        "evaluate": {"problems": 0},
+    }
+    recipe["rollout"]["backend"] |= {"kv_cache_memory_bytes": 100_000_000, "max_num_seqs": 128}
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(recipe))
+    following = stack.start("run", str(tmp_path / "two.yaml"))
+    stack.wait_for("two", lambda p: p.get("iteration", 0) >= 1 and p["stage"] == "generate", within_s=400)
+    time.sleep(0.5)
+    store = stack.store("two")
+    before = json.loads(store.get("leases/rollout-1.json"))
+    os.kill(before["pid"], signal.SIGKILL)
+    out, _ = following.communicate(timeout=400)
+    assert following.returncode == 0, out
+    ledger = Ledger(store)
+    ledger.verify()
+    assert ledger.state().open == 0 and ledger.frontier() == (2, 16)
+    for shard in range(4):
+        made = [m for m in store.manifests(1, "generate") if m.shard == shard]
+        assert len(made) == 1 and made[0].part.rows == 2 * 48
+    uids = [uid for m in store.manifests(1, "generate") for uid in store.read_table(m.part)["uid"].to_pylist()]
+    assert len(set(uids)) == len(uids) == 8 * 48
+    assert not [path for path in store.paths("experience") if "begun" in path]
+    # Nobody waited for the engine to start again: the iteration went on with the other one.
+    assert History(store).rows()[1]["mismatch/max_abs_log_ratio"] < 1e-3

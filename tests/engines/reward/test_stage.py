@@ -47,6 +47,7 @@ def test_scores_are_a_table_and_failures_are_null(store):
     assert "'four' is not one number" in scored["score_error"][3].as_py()
     metrics = score_metrics(scored)
     assert metrics["samples"] == 4 and metrics["score_failed"] == 1
+    assert metrics["differing_groups"] == 1 and score_metrics(scored, tolerance=1.0)["differing_groups"] == 0
     assert metrics["reward"] == metrics["reward/last_number"] == pytest.approx(1 / 3)
 
 
@@ -62,4 +63,8 @@ def test_reward_functions_get_the_chat_when_prompts_are_given(store, misbehaving
 
 
 def test_nothing_scored_has_no_mean():
-    assert score_metrics(SCORE.empty_table()) == {"samples": 0.0, "score_failed": 0.0}
+    assert score_metrics(SCORE.empty_table()) == {
+        "samples": 0.0,
+        "score_failed": 0.0,
+        "differing_groups": 0.0,
+    }

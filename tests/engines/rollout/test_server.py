@@ -224,6 +224,18 @@ def test_a_tokenizer_without_chat_template_is_refused(tiny_model: Path, tmp_path
     child.stop()
 
 
+def test_an_interpreter_without_the_engine_is_refused(tiny_model: Path, tmp_path: Path):
+    for kind, what in (
+        ("vllm", "cannot import vllm"),
+        ("sglang", "cannot import sglang"),
+        ("trtllm", "no tensorrt_llm"),
+    ):
+        child = start(tiny_model, tmp_path, python=sys.executable, gpus=1, backend={"kind": kind})
+        assert child.wait(60) == 1
+        assert f"the rollout engine cannot start: {sys.executable} {what}" in child.tail(3), child.tail()
+        child.stop()
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif("HEADRACE_VLLM_PYTHON" not in os.environ, reason="HEADRACE_VLLM_PYTHON is not set")
@@ -241,7 +253,7 @@ async def test_vllm_serves_the_same_jobs_and_its_death_is_noticed(make_model: Ca
         assert len(started) >= 4  # our server, vLLM's guard, its API process, its engine
         running = params(store, "w", n=64, max_tokens=450)
         asking = asyncio.create_task(client(child, tmp_path).call("generate", running, job_id="w", deadline_s=60))
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.5)
         guard = descendants(json.loads((tmp_path / "endpoint.json").read_text())["pid"])[0]
         os.kill(descendants(guard)[0], signal.SIGKILL)
         with pytest.raises(EngineLost):
@@ -251,6 +263,25 @@ async def test_vllm_serves_the_same_jobs_and_its_death_is_noticed(make_model: Ca
         await gone(started)
     finally:
         child.stop()
+    # The shard goes on elsewhere, from the tokens that it had.
+    (tmp_path / "endpoint.json").unlink()
+    child = start(model, tmp_path, **vllm())
+    try:
+        async with client(child, tmp_path, patience_s=240) as c:
+            await load(c, model, store)
+            made = Manifest.model_validate(await c.call("generate", running, job_id="w", deadline_s=120))
+    finally:
+        child.stop()
+    assert made.part is not None and made.part.rows == 192 and made.metrics["resumed_tokens"] > 0
+    rows = store.read_table(made.part).to_pylist()
+    assert len({row["uid"] for row in rows}) == 192
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for row in rows[::16]:
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(reference(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / 0.8, -1)
+        expected = logprobs.gather(1, torch.tensor(row["response_ids"])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(row["behaviour_logprobs"]), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.vllm

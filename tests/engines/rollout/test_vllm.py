@@ -1,13 +1,16 @@
-"""vLLM in server mode, for real: needs HEADRACE_VLLM_PYTHON, the interpreter of an environment that has vLLM."""
+"""The vLLM back end, for real: needs HEADRACE_VLLM_PYTHON, the interpreter of an environment that has vLLM."""
 
 import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,7 +22,7 @@ from headrace.engines.checkpoint import WeightError, publish
 from headrace.engines.guard import descendants
 from headrace.engines.rollout.base import START_VERSION, Completion, Request, Sampling
 from headrace.engines.rollout.counter import sample_seed
-from headrace.engines.rollout.errors import EngineDied, NotServing, RequestTooLong
+from headrace.engines.rollout.errors import EngineDied, ModelDoesNotFit, NotServing, RequestTooLong
 from headrace.engines.rollout.spec import RolloutSpec
 from headrace.engines.rollout.vllm import VLLMEngine
 
@@ -27,9 +30,9 @@ PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON", "")
 STOPS = (100, 101, 102, 103, 104, 105)
 
 
-def spec(model: Path, max_model_len: int = 512) -> RolloutSpec:
+def spec(model: Path, max_model_len: int = 512, **changes: Any) -> RolloutSpec:
     small = {"kind": "vllm", "max_model_len": max_model_len, "max_num_seqs": 16, "kv_cache_memory_bytes": 100_000_000}
-    backend = VLLMRollout.model_validate(small)
+    backend = VLLMRollout.model_validate(small | changes)
     return RolloutSpec(model=str(model), dtype="float32", gpus=0, threads=1, python=PYTHON, backend=backend)
 
 
@@ -53,9 +56,10 @@ def models(make_model: Callable[..., Path]) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 async def engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VLLMEngine]:
-    engine = await VLLMEngine.start(spec(models[0]), tmp_path_factory.mktemp("vllm"))
+    log_dir = tmp_path_factory.mktemp("vllm")
+    engine = await VLLMEngine.start(spec(models[0], openai_port=0), log_dir, door_key="secret")
     yield engine
-    pid = engine._server._child.pid
+    pid = engine._child.pid
     await engine.close()
     assert not descendants(pid)
 
@@ -72,6 +76,24 @@ async def test_logprobs_are_those_of_transformers(engine: VLLMEngine, models: tu
                 assert not set(c.token_ids[:-1]) & set(STOPS)
             distinct = {tuple(c.token_ids) for c in completions}
             assert len(distinct) == (len(completions) if temperature else 1)
+
+
+async def test_the_door_wants_the_key(engine: VLLMEngine):
+    assert engine.door.startswith("http://127.0.0.1:")
+    async with httpx.AsyncClient(base_url=engine.door, timeout=30) as anyone:
+        assert (await anyone.get("/health")).status_code == 200
+        for path in ("/v1/models", "/metrics", "/version", "/tokenize", "/pause", "/collective_rpc", "/is_paused"):
+            assert (await anyone.get(path)).status_code == 401
+        assert (await anyone.post("/inference/v1/generate", json={"token_ids": [1]})).status_code == 401
+        wrong = {"authorization": "Bearer secret2"}
+        assert (await anyone.get("/v1/models", headers=wrong)).status_code == 401
+        knows = {"authorization": "Bearer secret"}
+        assert (await anyone.get("/v1/models", headers=knows)).json()["data"][0]["id"] == "policy"
+        for path in ("/pause", "/resume", "/collective_rpc", "/update_weights"):  # there are none, whoever asks
+            assert (await anyone.post(path, headers=knows, json={})).status_code == 404
+        chat = {"model": "policy", "messages": [{"role": "user", "content": "1 + 1?"}], "max_tokens": 4}
+        answer = await anyone.post("/v1/chat/completions", headers=knows, json=chat)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
 
 
 async def test_loaded_weights_are_served(engine: VLLMEngine, models: tuple[Path, Path], tmp_path: Path):
@@ -92,13 +114,16 @@ async def test_weights_come_through_shared_memory(engine: VLLMEngine, models: tu
 
 async def test_requests_go_on_under_new_weights(engine: VLLMEngine, models: tuple[Path, Path], tmp_path: Path):
     await engine.load_weights(published(models[0], tmp_path, 10), deadline_s=20)
+    new = published(models[1], tmp_path, 11)
     generating = asyncio.create_task(collect(engine, requests(max_tokens=450)))
-    await asyncio.sleep(0.5)
-    await engine.load_weights(published(models[1], tmp_path, 11), deadline_s=20)
+    await sampling(engine, 200)
+    await engine.load_weights(new, deadline_s=20)
     groups = await generating
     versions = {tuple(v for v, _ in c.weight_spans) for cs in groups.values() for c in cs}
-    assert versions & {(10, 11), (11,)}
+    assert (10, 11) in versions and versions <= {(10,), (10, 11), (11,)}
     assert all(sum(n for _, n in c.weight_spans) == 450 for cs in groups.values() for c in cs)
+    # Every token's log-probability is that of the weights which its span names, over all that came before it.
+    compare_spans(groups, {10: models[0], 11: models[1]})
 
 
 async def test_wrong_weights_are_refused_before_the_model_is_touched(
@@ -116,7 +141,7 @@ async def test_wrong_weights_are_refused_before_the_model_is_touched(
 
 async def test_pause_keep_and_abort(engine: VLLMEngine):
     generating = asyncio.create_task(collect(engine, requests(max_tokens=450)))
-    await asyncio.sleep(0.3)
+    await sampling(engine, 50)
     await engine.pause("keep")
     done, _ = await asyncio.wait([generating], timeout=0.5)
     assert not done
@@ -129,12 +154,12 @@ async def test_pause_keep_and_abort(engine: VLLMEngine):
 
 async def test_cancelling_drops_the_requests(engine: VLLMEngine):
     generating = asyncio.create_task(collect(engine, requests(max_tokens=450)))
-    await asyncio.sleep(0.3)
+    await sampling(engine, 50)
     generating.cancel()
     with pytest.raises(asyncio.CancelledError):
         await generating
     async with asyncio.timeout(20):
-        while (await engine._server.http.get("/load")).json()["server_load"]:
+        while (now := await engine.metrics())["running"] or now["waiting"]:
             await asyncio.sleep(0.05)
 
 
@@ -143,23 +168,139 @@ async def test_too_long_requests_are_refused(engine: VLLMEngine):
         await collect(engine, requests(max_tokens=510))
 
 
-async def test_a_killed_server_is_an_error_with_its_log(models: tuple[Path, Path], tmp_path: Path):
+async def test_a_paused_engine_drains_in_mode_wait(engine: VLLMEngine):
+    generating = asyncio.create_task(collect(engine, requests(max_tokens=200)))
+    await sampling(engine, 50)
+    await engine.pause("wait")
+    assert (await engine.metrics())["running"] == 0
+    later = asyncio.create_task(collect(engine, requests(n=1)))
+    done, _ = await asyncio.wait([generating, later], timeout=0.5)
+    assert done == {generating}
+    await engine.resume()
+    assert len(await asyncio.wait_for(later, 20)) == 3
+
+
+async def test_samples_go_on_from_the_tokens_that_they_have(
+    engine: VLLMEngine, models: tuple[Path, Path], tmp_path: Path
+):
+    await engine.load_weights(published(models[0], tmp_path, 30), deadline_s=20)
+    asked = requests(max_tokens=60)
+    whole = await collect(engine, asked)
+    again = requests(max_tokens=60)
+    for request, kept in zip(again, (0, 7, 60), strict=True):
+        for sample, c in enumerate(whole[request.group][:2]):
+            ended = c.finish_reason if kept == 60 else ""
+            request.begun[sample] = Completion(sample, c.token_ids[:kept], c.logprobs[:kept], ended, [(30, kept)])
+    continued = await collect(engine, again)
+    assert all(len(c.token_ids) == 60 for completions in continued.values() for c in completions)
+    assert continued[1][0].token_ids[:7] == whole[1][0].token_ids[:7]
+    assert continued[1][0].token_ids != whole[1][0].token_ids  # the random numbers go on, they do not begin again
+    assert continued[2][:2] == whole[2][:2]
+    compare(continued, models[0], 1.0, 30)
+
+
+async def test_a_killed_engine_is_an_error_with_its_log_and_its_tokens(models: tuple[Path, Path], tmp_path: Path):
     engine = await VLLMEngine.start(spec(models[0]), tmp_path)
     try:
-        generating = asyncio.create_task(collect(engine, requests(max_tokens=450)))
-        await asyncio.sleep(0.3)
-        for pid in descendants(engine._server._child.pid):
+        asked = requests(max_tokens=450, n=32)
+        generating = asyncio.create_task(collect(engine, asked))
+        await sampling(engine, 500)
+        began = time.monotonic()
+        for pid in descendants(engine._child.pid):
             with contextlib.suppress(ProcessLookupError):  # the first one's end may end the others
                 os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="Its last lines"):
+            await asyncio.wait_for(generating, 60)
+        assert time.monotonic() - began < 10
+        begun = [c for request in asked for c in request.begun.values()]
+        assert begun and all(len(c.token_ids) == len(c.logprobs) > 0 for c in begun)
+        with pytest.raises(EngineDied):
+            await asyncio.wait_for(engine.watch(), 5)
+    finally:
+        await engine.close()
+
+
+async def test_an_engine_process_that_dies_alone_is_noticed(models: tuple[Path, Path], tmp_path: Path):
+    engine = await VLLMEngine.start(spec(models[0]), tmp_path)
+    try:
+        generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=64)))
+        await sampling(engine, 50)
+        program = descendants(engine._child.pid)[0]
+        os.kill(descendants(program)[-1], signal.SIGKILL)  # vLLM's worker, below its engine process
+        with pytest.raises(EngineDied):
             await asyncio.wait_for(generating, 60)
     finally:
         await engine.close()
 
 
-async def test_a_server_that_cannot_start_says_why(models: tuple[Path, Path], tmp_path: Path):
+async def test_an_engine_that_cannot_start_says_why(models: tuple[Path, Path], tmp_path: Path):
     with pytest.raises(EngineDied, match="max_model_len"):
         await VLLMEngine.start(spec(models[0], max_model_len=100_000), tmp_path)
+
+
+async def test_a_model_that_does_not_fit_is_told_as_such(models: tuple[Path, Path], tmp_path: Path):
+    with pytest.raises(ModelDoesNotFit, match="lower max_model_len"):
+        await VLLMEngine.start(spec(models[0], kv_cache_memory_bytes=100_000), tmp_path)
+
+
+async def test_no_key_or_value_of_an_old_version_is_used_again(models: tuple[Path, Path], tmp_path: Path):
+    engine = await VLLMEngine.start(spec(models[0], enable_prefix_caching=True), tmp_path)
+    try:
+        await old_then_new(engine, models, tmp_path)
+        # A request that is under way when the weights change.
+        asked = long_requests(max_tokens=150)
+        new = published(models[0], tmp_path, 3)
+        generating = asyncio.create_task(collect(engine, asked))
+        await sampling(engine, 100)
+        await engine.load_weights(new, deadline_s=20)
+        compare_spans(await generating, {2: models[1], 3: models[0]}, LONG)
+    finally:
+        await engine.close()
+
+
+class Forgetful(VLLMEngine):
+    """Its cache survives weight updates."""
+
+    salt = "1"
+
+    async def open(self) -> None:
+        program = (str(Path(__file__).with_name("forgetful_vllm.py")),)
+        self.launch = replace(self.launch, program=program, env={**self.launch.env, "HEADRACE_TEST_SALT": self.salt})
+        await super().open()
+
+
+class Unsalted(Forgetful):
+    salt = "0"
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Unsalted])
+async def test_it_is_the_salt_that_protects(kind: type[Forgetful], models: tuple[Path, Path], tmp_path: Path):
+    engine = await kind.start(spec(models[0], enable_prefix_caching=True), tmp_path)
+    try:
+        if kind is Forgetful:
+            await old_then_new(engine, models, tmp_path)
+        else:
+            with pytest.raises(AssertionError, match="not close"):
+                await old_then_new(engine, models, tmp_path)
+    finally:
+        await engine.close()
+
+
+async def old_then_new(engine: VLLMEngine, models: tuple[Path, Path], store: Path) -> None:
+    """The same long prompts under version 1, again under version 1, and under version 2."""
+    await engine.load_weights(published(models[0], store, 1), deadline_s=20)
+    compare(await collect(engine, long_requests()), models[0], 1.0, 1, LONG)
+    compare(await collect(engine, long_requests()), models[0], 1.0, 1, LONG)
+    await engine.load_weights(published(models[1], store, 2), deadline_s=20)
+    compare(await collect(engine, long_requests()), models[1], 1.0, 2, LONG)
+
+
+LONG = [5 + n * 7 % 250 for n in range(300)]
+"""More than two blocks of vLLM's cache on CPUs."""
+
+
+def long_requests(max_tokens: int = 16) -> list[Request]:
+    return [replace(request, prompt_ids=[*LONG, *request.prompt_ids]) for request in requests(max_tokens=max_tokens)]
 
 
 def requests(temperature: float = 1.0, max_tokens: int = 16, n: int = 4, stop: tuple[int, ...] = ()) -> list[Request]:
@@ -167,21 +308,46 @@ def requests(temperature: float = 1.0, max_tokens: int = 16, n: int = 4, stop: t
     return [Request(g, [1, 50 + g, 60], [sample_seed(0, g, s) for s in range(n)], sampling) for g in range(3)]
 
 
+async def sampling(engine: VLLMEngine, tokens: int) -> None:
+    """Returns when the engine has sampled so many tokens from now on."""
+    before = (await engine.metrics())["tokens"]
+    async with asyncio.timeout(20):
+        while (await engine.metrics())["tokens"] < before + tokens:
+            await asyncio.sleep(0.005)
+
+
 async def collect(engine: VLLMEngine, wanted: Sequence[Request]) -> dict[int, list[Completion]]:
     return {group.group: group.completions async for group in engine.generate(wanted)}
 
 
-def compare(groups: dict[int, list[Completion]], model: Path, temperature: float, version: int) -> None:
-    """Every log-probability against a forward of transformers."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+def compare(
+    groups: dict[int, list[Completion]], model: Path, temperature: float, version: int, before: Sequence[int] = ()
+) -> None:
+    """Every log-probability against a forward of transformers. before: what the prompts begin with."""
+    assert all(c.weight_spans == [(version, len(c.token_ids))] for cs in groups.values() for c in cs)
+    compare_spans(groups, {version: model}, before, temperature)
+
+
+def compare_spans(
+    groups: dict[int, list[Completion]], models: dict[int, Path], before: Sequence[int] = (), temperature: float = 1.0
+) -> None:
+    """Every log-probability against a forward of the model of its weight version."""
+    references = {v: AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32) for v, m in models.items()}
     for group, completions in groups.items():
+        prompt = [*before, 1, 50 + group, 60]
         for c in completions:
-            assert c.weight_spans == [(version, len(c.token_ids))]
-            ids = torch.tensor([[1, 50 + group, 60, *c.token_ids]])
-            with torch.inference_mode():
-                expected = torch.log_softmax(reference(ids).logits[0, 2:-1] / temperature, -1)
-            expected = expected.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
+            ids = torch.tensor([[*prompt, *c.token_ids]])
+            at = 0
+            for version, count in c.weight_spans:
+                with torch.inference_mode():
+                    expected = torch.log_softmax(
+                        references[version](ids).logits[0, len(prompt) - 1 : -1] / temperature, -1
+                    )
+                expected = expected.gather(1, torch.tensor(c.token_ids)[:, None])[at : at + count, 0]
+                said = torch.tensor(c.logprobs[at : at + count])
+                torch.testing.assert_close(said, expected, atol=1e-4, rtol=0)
+                at += count
+            assert at == len(c.token_ids)
 
 
 def published(model: Path, store: Path, version: int) -> WeightSource:

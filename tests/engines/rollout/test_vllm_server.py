@@ -1,20 +1,39 @@
-"""The flags of vLLM's server."""
+"""How vLLM is started."""
 
 import itertools
+import json
+
+import pytest
+from pydantic import ValidationError
 
 from headrace.blocks.recipe import VLLMRollout
 from headrace.engines.rollout.spec import RolloutSpec
-from headrace.engines.rollout.vllm_server import flags
+from headrace.engines.rollout.vllm_server import decode_graphs, environment, flags
 
 
 def test_every_setting_that_changes_numbers_is_given():
     backend = VLLMRollout.model_validate({"kind": "vllm", "max_model_len": 4096})
     spec = RolloutSpec(model="m", dtype="float32", gpus=0, threads=1, python="python", backend=backend)
     given = flags(spec)
-    for flag in ("--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--enable-scale-out", "--enforce-eager"):
+    for flag in ("--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--enforce-eager"):
         assert flag in given
     pairs = dict(itertools.pairwise(given))
     assert pairs["--logprobs-mode"] == "processed_logprobs"
     assert pairs["--generation-config"] == "vllm"
     assert pairs["--dtype"] == "float32"
     assert pairs["--max-num-batched-tokens"] == "4096"  # without chunks a prompt must fit into one batch
+
+
+def test_a_gpu_gets_graphs_of_the_decode_step_when_asked():
+    recipe = {"kind": "vllm", "max_num_seqs": 96, "enforce_eager": False, "decode_graphs": True}
+    spec = RolloutSpec(model="m", gpus=1, python="python", backend=VLLMRollout.model_validate(recipe))
+    pairs = dict(itertools.pairwise(flags(spec)))
+    assert json.loads(pairs["--compilation-config"])["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 32, 64, 96]
+    assert decode_graphs(64)["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 32, 64]
+    with pytest.raises(ValidationError, match="decode_graphs has no effect with enforce_eager"):
+        VLLMRollout.model_validate({"kind": "vllm", "decode_graphs": True})
+
+
+def test_development_endpoints_are_off():
+    spec = RolloutSpec(model="m", python="python", backend=VLLMRollout.model_validate({"kind": "vllm"}))
+    assert environment(spec)["VLLM_SERVER_DEV_MODE"] == "0"

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 
+import httpx
 import pytest
 
 from headrace.blocks.lease import Lease
@@ -44,6 +45,19 @@ def engine(tmp_path):
     server.shutdown()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_nothing_answers_without_the_campaigns_token(engine):
+    client, _ = engine
+    url = client().lease.url
+    assert url.startswith("http://127.0.0.1:")
+    job = {"id": "a", "method": "echo", "params": {}}
+    guarded = [("GET", "/health"), ("POST", "/jobs"), ("GET", "/jobs/a"), ("DELETE", "/jobs/a"), ("POST", "/shutdown")]
+    for headers in ({}, {"authorization": "secret"}, {"authorization": "Bearer Secret"}):
+        for verb, path in guarded:
+            assert httpx.request(verb, url + path, headers=headers, json=job).status_code == 401, path
+    for path in ("/docs", "/redoc", "/openapi.json"):
+        assert httpx.get(url + path).status_code == 404
 
 
 def test_result_and_idempotence(engine):
