@@ -20,7 +20,8 @@ class Row:
 
     samples: tuple[int, ...]
     tokens: int
-    """Tokens that the model computes: the prompt, and every response without its last token, which predicts nothing."""
+    """Tokens that the model computes at most: the prompt, and every response without its last token, which predicts
+    nothing. What all responses begin with is computed once."""
 
 
 MicroBatch = tuple[Row, ...]

@@ -35,7 +35,9 @@ class Policy(nn.Module):
             hidden, weight = hidden.to(self.head_dtype), weight.to(self.head_dtype)
             bias = None if bias is None else bias.to(self.head_dtype)
         found = token_logprobs(hidden, weight, packed.targets, temperature=temperature, bias=bias, entropy=entropy)
-        return found if isinstance(found, tuple) else (found, None)
+        logprobs, entropies = found if isinstance(found, tuple) else (found, None)
+        each = packed.expand
+        return logprobs.index_select(0, each), None if entropies is None else entropies.index_select(0, each)
 
     def layers(self) -> list[nn.Module]:
         """The decoder's layers, the units of sharding."""

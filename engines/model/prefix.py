@@ -2,8 +2,9 @@
 
     [what all prompts begin with | rest of prompt a | a1 | a2 | … | rest of prompt b | b1 | …]
 
-A token sees what it follows: the shared beginning, its prompt, the earlier tokens of its own sample; positions go on.
-The last token of a response predicts nothing and is left out.
+What all responses of a prompt begin with counts as part of the prompt. A token sees what it follows: the shared
+beginning, its prompt, the earlier tokens of its own sample; positions go on. The last token of a response predicts
+nothing and is left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +31,11 @@ class Packed:
     position_ids: Tensor
     """int64 [1, L]."""
     source: Tensor
-    """int64 [t or 1]: place in the row of the hidden state that predicts each response token."""
+    """int64 [u]: place in the row of the hidden state that predicts each response token; what responses share, once."""
     targets: Tensor
-    """int64 [t or 1]: those response tokens."""
+    """int64 [u]: those response tokens."""
+    expand: Tensor
+    """int64 [t or 1]: which of them each response token of each sample is."""
     tokens: Tensor
     """int64 [t]: their places in the flat response tokens of the whole batch. Empty for an empty micro-batch, whose one
     target is a stand-in, there for the collectives."""
@@ -51,30 +54,38 @@ def pack(samples: Samples, rows: MicroBatch, device: torch.device) -> Packed:
     shared = common_prefix(prompts)
     ids = [prompts[0][:shared]] if rows else []
     positions = [torch.arange(shared)]
-    source, targets, tokens = [], [], []
+    source, targets, expand, tokens = [], [], [], []
+    predicted = 0
     layout = Layout(shared, [])
     lengths: list[int] = []
     place = shared
     for row, prompt in zip(rows, prompts, strict=True):
-        begin, size = place, len(prompt) - shared
-        ids.append(prompt[shared:])
-        positions.append(torch.arange(shared, len(prompt)))
+        answers = [samples.response_ids[offsets[i] : offsets[i + 1]] for i in row.samples]
+        said = common_prefix(answers)
+        begin, size = place, len(prompt) - shared + said
+        ids += [prompt[shared:], answers[0][:said]]
+        positions.append(torch.arange(shared, len(prompt) + said))
         place += size
+        source.append(torch.arange(place - 1 - said, place - 1))
+        targets.append(answers[0][:said])
+        of_all = torch.arange(predicted, predicted + said)
+        predicted += said
         responses = []
-        for i in row.samples:
-            response = samples.response_ids[offsets[i] : offsets[i + 1]]
-            inputs = len(response) - 1
-            ids.append(response[:-1])
-            positions.append(torch.arange(len(prompt), len(prompt) + inputs))
+        for i, answer in zip(row.samples, answers, strict=True):
+            own, inputs = answer[said:], len(answer) - said - 1
+            ids.append(own[:-1])
+            positions.append(torch.arange(len(prompt) + said, len(prompt) + said + inputs))
             source += [torch.tensor([begin + size - 1]), torch.arange(place, place + inputs)]
-            targets.append(response)
+            targets.append(own)
+            expand += [of_all, torch.arange(predicted, predicted + len(own))]
+            predicted += len(own)
             tokens.append(torch.arange(offsets[i], offsets[i + 1]))
-            lengths.append(len(response))
+            lengths.append(len(answer))
             responses.append((place, inputs))
             place += inputs
         layout.runs.append((begin, size, responses))
     if not rows:
-        ids = positions = source = targets = [torch.zeros(1, dtype=torch.int64)]
+        ids = positions = source = targets = expand = [torch.zeros(1, dtype=torch.int64)]
         layout, place = Layout(0, [(0, 1, [])]), 1
     on_cpu = device.type == "cpu"
     if not on_cpu and (padding := -place % FLEX_BLOCK):
@@ -89,6 +100,7 @@ def pack(samples: Samples, rows: MicroBatch, device: torch.device) -> Packed:
         position_ids=flat(positions)[None],
         source=flat(source),
         targets=flat(targets),
+        expand=flat(expand),
         tokens=flat(tokens),
         offsets=torch.tensor([0, *lengths], device=device).cumsum(0),
         blocks=Blocks.of(layout) if on_cpu else None,
@@ -96,12 +108,12 @@ def pack(samples: Samples, rows: MicroBatch, device: torch.device) -> Packed:
     )
 
 
-def common_prefix(prompts: Sequence[Tensor]) -> int:
-    """Tokens that all prompts begin with; each keeps at least one of its own, and a single prompt shares none."""
-    if len(prompts) < 2:
+def common_prefix(sequences: Sequence[Tensor]) -> int:
+    """Tokens that all begin with; each keeps at least one of its own, and a single sequence shares none."""
+    if len(sequences) < 2:
         return 0
-    width = min(len(prompt) for prompt in prompts) - 1
-    heads = torch.stack([prompt[:width] for prompt in prompts])
+    width = min(len(sequence) for sequence in sequences) - 1
+    heads = torch.stack([sequence[:width] for sequence in sequences])
     return int((heads == heads[0]).all(0).long().cumprod(0).sum())
 
 

@@ -32,10 +32,10 @@ class _Pending:
 
 @dataclass
 class _Row:
-    """A live sample; its slot is its place in the list of rows."""
+    """Live samples of a group that have said the same so far: computed once. A row's slot is its place in the list."""
 
     pending: _Pending
-    sample: int
+    samples: list[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -49,8 +49,18 @@ class _Row:
         """Tokens in the slot: all but the newest, whose key and value the next step makes."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
+    def split(self, tokens: Sequence[int]) -> list["_Row"]:
+        """One row for each of the tokens that the samples drew, in the order of their first samples."""
+        drawn: dict[int, list[int]] = {}
+        for sample, token in zip(self.samples, tokens, strict=True):
+            drawn.setdefault(token, []).append(sample)
+        return [
+            _Row(self.pending, samples, [*self.token_ids], [*self.logprobs], [*self.spans])
+            for samples in drawn.values()
+        ]
+
     def add(self, token: int, logprob: float, version: int) -> str:
-        """Appends a token and says why the sample ends: stop, length, or '' when it goes on."""
+        """Appends a token and says why the samples end: stop, length, or '' when they go on."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         if self.spans and self.spans[-1][0] == version:
@@ -88,6 +98,10 @@ class Batch:
         self._finished: list[Group] = []
 
     @property
+    def _live(self) -> int:
+        return sum(len(row.samples) for row in self._rows)
+
+    @property
     def done(self) -> bool:
         return not self._rows and not self._queue
 
@@ -97,7 +111,7 @@ class Batch:
         return finished
 
     def step(self) -> None:
-        """One token for every live sample; then free slots are given to the next samples."""
+        """One token for every live sample; then free places are given to the next samples."""
         if self._rows:
             positions = [row.cached for row in self._rows]
             device = self._decoder.device
@@ -108,7 +122,7 @@ class Batch:
                 _round_up(max(positions) + 1),
             )
             self._sample(logits, 0)
-        while self._queue and len(self._rows) < self._capacity:
+        while self._queue and self._live < self._capacity:
             self._start()
 
     def refresh(self, version: int) -> None:
@@ -128,28 +142,27 @@ class Batch:
             self._close(row, "abort")
         for pending in self._queue:
             for sample in pending.waiting:
-                self._close(_Row(pending, sample), "abort")
+                self._close(_Row(pending, [sample]), "abort")
         self._rows.clear()
         self._queue.clear()
 
     def _start(self) -> None:
-        """Gives free slots to waiting samples, in order, and draws their first tokens from the prompts' logits."""
-        first = len(self._rows)
-        chosen: list[_Pending] = []
-        sources: list[int] = []
-        while self._queue and len(self._rows) < self._capacity:
+        """Gives free places to waiting samples, in order, and draws their first tokens from the prompts' logits.
+
+        As many samples live at a time as there are slots, so that each has one when all say different things.
+        """
+        first, live = len(self._rows), self._live
+        while self._queue and live < self._capacity:
             pending = self._queue[0]
-            chosen.append(pending)
-            while pending.waiting and len(self._rows) < self._capacity:
-                self._rows.append(_Row(pending, pending.waiting.popleft()))
-                sources.append(len(chosen) - 1)
+            samples = [pending.waiting.popleft() for _ in range(min(len(pending.waiting), self._capacity - live))]
+            self._rows.append(_Row(pending, samples))
+            live += len(samples)
             if not pending.waiting:
                 self._queue.popleft()
-        prompts = self._prompts(chosen)
-        for slot, source in enumerate(sources, first):
-            self._slots.fill(slot, prompts[source][1])
-        logits = self._decoder.logits(torch.stack([hidden for hidden, _ in prompts]))
-        self._sample(logits[torch.tensor(sources, device=logits.device)], first)
+        prompts = self._prompts([row.pending for row in self._rows[first:]])
+        for slot, (_, cache) in enumerate(prompts, first):
+            self._slots.fill(slot, cache)
+        self._sample(self._decoder.logits(torch.stack([hidden for hidden, _ in prompts])), first)
 
     def _prompts(self, chosen: list[_Pending]) -> list[tuple[torch.Tensor, PromptCache]]:
         """Last hidden state and cache of each, computed where they are not known yet."""
@@ -174,26 +187,44 @@ class Batch:
 
     @torch.inference_mode()
     def _sample(self, logits: torch.Tensor, first: int) -> None:
-        """Draws a token for the rows from ``first`` on, and takes out those that end with it."""
+        """Draws a token for every sample of the rows from ``first`` on. Rows part where their samples differ, and go
+        where they end."""
         rows = self._rows[first:]
         device = logits.device
+        drawing = [(row, index, sample) for index, row in enumerate(rows) for sample in row.samples]
         numbers = uniform(
-            np.array([row.request.seeds[row.sample] for row in rows], np.uint64),
-            np.array([len(row.token_ids) for row in rows], np.uint64),
+            np.array([row.request.seeds[sample] for row, _, sample in drawing], np.uint64),
+            np.array([len(row.token_ids) for row, _, _ in drawing], np.uint64),
         )
+        if len(drawing) > len(rows):
+            logits = logits[torch.tensor([index for _, index, _ in drawing], device=device)]
         tokens, logprobs = draw(
             logits,
-            torch.tensor([row.request.sampling.temperature for row in rows], device=device),
+            torch.tensor([row.request.sampling.temperature for row, _, _ in drawing], device=device),
             torch.from_numpy(numbers).to(device),
         )
+        drawn = iter(zip(tokens.tolist(), logprobs.tolist(), strict=True))
         ended = []
-        for slot, token, logprob in zip(range(first, len(self._rows)), tokens.tolist(), logprobs.tolist(), strict=True):
-            reason = self._rows[slot].add(token, logprob, self.version)
-            if reason:
-                self._close(self._rows[slot], reason)
-                ended.append(slot)
-        self.tokens += len(rows)
-        for slot in reversed(ended):  # the last row moves into the hole; descending, so that it is a live one
+        for slot, row in enumerate(rows, first):
+            mine = [next(drawn) for _ in row.samples]
+            known = dict(mine)
+            parts = row.split([token for token, _ in mine])
+            cached = row.cached + 1
+            for number, (token, part) in enumerate(zip(known, parts, strict=True)):
+                place = slot if number == 0 else len(self._rows)
+                if number == 0:
+                    self._rows[slot] = part
+                else:
+                    self._slots.move(slot, place, cached)
+                    self._rows.append(part)
+                reason = part.add(token, known[token], self.version)
+                if reason:
+                    self._close(part, reason)
+                    ended.append(place)
+        self.tokens += len(drawing)
+        for slot in sorted(
+            ended, reverse=True
+        ):  # the last row moves into the hole; descending, so that it is a live one
             last = self._rows.pop()
             if slot < len(self._rows):
                 self._slots.move(len(self._rows), slot, last.cached)
@@ -201,6 +232,7 @@ class Batch:
 
     def _close(self, row: _Row, reason: str) -> None:
         completions = row.pending.completions
-        completions[row.sample] = Completion(row.sample, row.token_ids, row.logprobs, reason, row.spans)
+        for sample in row.samples:
+            completions[sample] = Completion(sample, [*row.token_ids], [*row.logprobs], reason, [*row.spans])
         if None not in completions:
             self._finished.append(Group(row.request.group, [c for c in completions if c is not None]))

@@ -1,5 +1,6 @@
 """Rows, micro-batches, ranks; the layout of a packed row and its masks."""
 
+from os.path import commonprefix
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,10 @@ def test_one_prompt_in_two_rows_is_shared_between_them() -> None:
 
 
 @pytest.mark.parametrize("common", [0, 3])
-def test_the_flex_mask_gives_the_same_logprobs_in_a_plain_model(tiny_model: Path, common: int) -> None:
+@pytest.mark.parametrize("said", [0, 2, 99])
+def test_the_flex_mask_gives_the_same_logprobs_in_a_plain_model(tiny_model: Path, common: int, said: int) -> None:
     samples = random_samples(prompt=(2, 6), common=common)
+    _say_the_same(samples, said)
     rows = tuple(make_rows(samples, torch.ones(len(samples), dtype=torch.bool), 20))
     packed = pack(samples, rows, CPU)
     assert packed.blocks is not None
@@ -85,18 +88,31 @@ def test_the_flex_mask_gives_the_same_logprobs_in_a_plain_model(tiny_model: Path
     with torch.no_grad():
         out = model(input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=bias[None, None])
         logprobs = out.logits[0][packed.source].log_softmax(-1).gather(1, packed.targets[:, None]).squeeze(1)
+        logprobs = logprobs[packed.expand]
         expected = plain_logprobs(model, samples)[packed.tokens]
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+def _say_the_same(samples, tokens: int) -> None:
+    """The first tokens of every response become those of the group's first one."""
+    starts, groups = samples.offsets.tolist(), samples.groups.tolist()
+    for i, group in enumerate(groups):
+        first = groups.index(group)
+        count = min(tokens, starts[i + 1] - starts[i], starts[first + 1] - starts[first])
+        samples.response_ids[starts[i] : starts[i] + count] = samples.response_ids[starts[first] :][:count]
 
 
 def _layout(samples, rows, shared: int) -> Layout:
     """The layout, derived from the documented order alone."""
     runs, place = [], shared
     for row in rows:
-        size = int(samples.prompt_offsets.diff()[row.samples[0]]) - shared
+        answers = [samples.response_ids[samples.offsets[i] : samples.offsets[i + 1]].tolist() for i in row.samples]
+        agreed = len(commonprefix(answers)) if len(answers) > 1 else 0  # noqa: RUF071, these are tokens
+        said = min(agreed, min(map(len, answers)) - 1)
+        size = int(samples.prompt_offsets.diff()[row.samples[0]]) - shared + said
         begin, place, responses = place, place + size, []
         for i in row.samples:
-            count = int(samples.offsets.diff()[i]) - 1
+            count = int(samples.offsets.diff()[i]) - 1 - said
             responses.append((place, count))
             place += count
         runs.append((begin, size, responses))
