@@ -1,6 +1,6 @@
 """A whole iteration against a step of TRL's GRPOTrainer on the same job.
 
-``python -m benchmarks.campaign_vs_trl --trl-python PYTHON [--steps 10]``: same model, prompts in the same order, group
+``python -m benchmarks.campaign_vs_trl --trl-python PYTHON [--steps 16]``: same model, prompts in the same order, group
 size, answer length, temperature, learning rate, precision (float32 parameters, bfloat16 compute), threads. Ours is
 everything: generation, scoring, advantages, training, verified weight sync, artifacts, Prefect. Then both trained
 models answer the same held-out problems greedily. PYTHON: an environment with trl (``pip install trl==1.16.0``).
@@ -28,7 +28,7 @@ LR = 2e-5
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trl-python", required=True)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     settings = {"iterations": given.steps, "train": {"optim": {"lr": LR, "schedule": "constant", "warmup_steps": 0}}}

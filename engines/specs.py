@@ -11,6 +11,15 @@ from headrace.engines.rollout import spec as rollout
 MAX_THREADS = 16
 """Most CPU threads that an engine takes unless the recipe says how many."""
 
+KEEP_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
+"""glibc keeps what a model engine on CPUs has freed. By default it gives every large tensor back to the kernel, which
+clears the pages anew for the next: 5% of a training step."""
+
 
 class EngineSpecError(ValueError):
     """The host's environment lacks what the recipe's engine needs."""
@@ -58,7 +67,7 @@ def command_and_spec(
     spec = model.ServerSpec(**served, engine=engine)
     gang = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(place.world_size), "-m"]
     program = [*(gang if place.world_size > 1 else []), "headrace.engines.model.server"]
-    return [python, "-m", *program], env, spec.model_dump(mode="json")
+    return [python, "-m", *program], env | ({} if place.gpus else KEEP_MEMORY), spec.model_dump(mode="json")
 
 
 def _rollout(recipe: Recipe, place: Role, threads: int) -> rollout.RolloutSpec:

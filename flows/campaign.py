@@ -1,6 +1,7 @@
 """What every pipeline begins and ends with: checks, engines, and the state that earlier attempts left."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,10 @@ from headrace.tasks.preflight import check_recipe, check_workers
 from headrace.tasks.recovery import complete_ledger
 from headrace.tasks.report import complete_history
 from headrace.tasks.shutdown import release_engines
+
+
+class DiskFull(RuntimeError):
+    """What does not go through the store found no room: progress, checkpoints, pictures."""
 
 
 @asynccontextmanager
@@ -46,10 +51,15 @@ async def open_campaign(recipe: Recipe, campaign: str) -> AsyncIterator[Campaign
             iterations=recipe.iterations,
             stage="start engines",
         )
-        await check_workers(recipe)
-        await c.engines.start_all()
-        yield c
-        await c.router.settle()
+        try:
+            await check_workers(recipe)
+            await c.engines.start_all()
+            yield c
+            await c.router.settle()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise DiskFull(f"{error}: free some space for {c.folder}, then start the campaign again") from error
         await c.engines.shutdown_all()
 
 

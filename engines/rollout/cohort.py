@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from headrace.engines.rollout.base import Group, Request, RolloutEngine
+from headrace.engines.rollout.errors import RolloutError
 
 
 class _Cohort:
@@ -17,17 +18,21 @@ class _Cohort:
         self.task = loop.create_task(self._run(engine))
 
     async def _run(self, engine: RolloutEngine) -> None:
+        error: BaseException = RolloutError("the engine ended the batch without this group; run the stage again")
         try:
             async for group in engine.generate(self.requests):
                 self.groups[group.group].set_result(group)
-        except BaseException as error:
-            self.failed = True
+        except Exception as raised:  # it is raised where the groups are waited for
+            error = raised
+        except asyncio.CancelledError as raised:
+            error = raised
+            raise
+        finally:
             for future in self.groups.values():
                 if not future.done():
+                    self.failed = True
                     future.set_exception(error)
                     future.exception()  # seen: not every job need still wait for it
-            if not isinstance(error, Exception):
-                raise
 
 
 class Cohorts:

@@ -99,9 +99,9 @@ function, settings = resolve(Algorithm(loss={"kind": "plugin", "name": "mine", "
 print(function.__module__, settings)
 """
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == "headrace.algorithms.losses.mine {'scale': 2}\n"
 
 

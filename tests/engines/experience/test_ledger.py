@@ -87,7 +87,7 @@ def test_every_break_is_named(ledger: Ledger) -> None:
 
 def test_a_trained_step_without_reservation_has_no_cursor(ledger: Ledger) -> None:
     ledger.trained(3, [], "t")
-    with pytest.raises(LedgerError, match=r"step 3 is trained and .* is missing"):
+    with pytest.raises(LedgerError, match=r"step 3 is trained and nothing in .*/ledger was reserved for it"):
         ledger.frontier()
 
 

@@ -185,3 +185,45 @@ def test_other_architectures_are_refused_with_the_families(tmp_path: Path, make_
     (make_model(seed=9) / "config.json").rename(tmp_path / "config.json")
     with pytest.raises(UnsupportedModel, match=r"model\.safetensors"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("max_batch", [3, 16, 64])
+def test_samples_that_say_the_same_are_computed_once_and_part_where_they_differ(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, max_batch: int
+):
+    """Against every sample on its own; at a low temperature many begin alike."""
+    decoder = load(make_model("llama"))
+    wanted = requests(6, temperature=0.15, max_tokens=12)
+    alone = []
+    for request in wanted:
+        singles = [Request(request.group, request.prompt_ids, [seed], request.sampling) for seed in request.seeds]
+        alone.append([run_one(decoder, single) for single in singles])
+    rows: list[int] = []
+    decode = decoder.decode
+
+    def counted(tokens, *rest):
+        rows.append(len(tokens))
+        return decode(tokens, *rest)
+
+    monkeypatch.setattr(decoder, "decode", counted)
+    together = run(decoder, wanted, max_batch=max_batch)
+    for samples, singles in zip(together, alone, strict=True):
+        assert [s.token_ids for s in samples] == [s.token_ids for s in singles]
+        assert [s.sample for s in samples] == list(range(6))
+        for sample, single in zip(samples, singles, strict=True):
+            torch.testing.assert_close(sample.logprobs, single.logprobs, rtol=1e-4, atol=1e-4)
+    tokens = sum(len(s.token_ids) - 1 for samples in together for s in samples)
+    different = {tuple(s.token_ids[:n]) for samples in together for s in samples for n in range(1, 12)}
+    assert len(different) < tokens and sum(rows) < tokens
+    if max_batch == 64:  # every group is one batch: nothing is computed twice
+        prefixes = {(g, tuple(s.token_ids[:n])) for g, ss in enumerate(together) for s in ss for n in range(1, 12)}
+        assert sum(rows) == len(prefixes)
+
+
+def run_one(decoder: Decoder, request: Request) -> Completion:
+    storage = Storage(decoder.arch, max_batch=1, dtype=decoder.dtype, device=decoder.device)
+    batch = Batch(decoder, storage, [request], version=0, prefill_tokens=64)
+    while not batch.done:
+        batch.step()
+    (group,) = batch.take()
+    return group.completions[0]
