@@ -68,10 +68,7 @@ class VLLM:
         try:
             async for output in self.llm.generate(prompt, params, name):
                 [answer] = output.outputs
-                logprobs = answer.logprobs.logprobs if answer.logprobs else []
-                if logprobs and answer.logprobs.token_ids != list(answer.token_ids):
-                    raise Refused("WrongLogprobs", "vLLM gave log-probabilities of other tokens than it sampled")
-                heard(list(answer.token_ids), logprobs)
+                heard(*_said(answer))
                 if answer.finish_reason is not None:
                     return answer.finish_reason
         except EngineDeadError as error:
@@ -104,6 +101,21 @@ class VLLM:
 
     def close(self) -> None:
         self.llm.shutdown()
+
+
+def _said(answer: Any) -> tuple[list[int], list[float]]:
+    """New token ids of a vLLM ``CompletionOutput`` (delta, flat log-probabilities), and their log-probabilities.
+
+    Raises:
+        Refused: they are those of other tokens.
+    """
+    tokens = list(answer.token_ids)
+    if not tokens or not answer.logprobs:
+        return tokens, []
+    # vLLM 0.26 says with an abort, and with the tokens that it was merged with, every log-probability once more.
+    if answer.logprobs.token_ids[: len(tokens)] != tokens:
+        raise Refused("WrongLogprobs", "vLLM gave log-probabilities of other tokens than it sampled")
+    return tokens, answer.logprobs.logprobs[: len(tokens)]
 
 
 def _parser(kind: Any) -> Any:

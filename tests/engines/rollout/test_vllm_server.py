@@ -2,12 +2,15 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 
 from headrace.blocks.recipe import VLLMRollout
+from headrace.engines.rollout.child import Refused
 from headrace.engines.rollout.spec import RolloutSpec
+from headrace.engines.rollout.vllm_child import _said
 from headrace.engines.rollout.vllm_server import decode_graphs, environment, flags
 
 
@@ -37,3 +40,18 @@ def test_a_gpu_gets_graphs_of_the_decode_step_when_asked():
 def test_development_endpoints_are_off():
     spec = RolloutSpec(model="m", python="python", backend=VLLMRollout.model_validate({"kind": "vllm"}))
     assert environment(spec)["VLLM_SERVER_DEV_MODE"] == "0"
+
+
+@pytest.mark.parametrize("tokens", [[], [7], [7, 8], [7, 8, 9]])
+def test_log_probabilities_that_come_again_with_an_abort_are_not_heard_twice(tokens: list[int]):
+    again = SimpleNamespace(token_ids=[*tokens, *(7, 8, 9)], logprobs=[*(-t / 10 for t in tokens), -0.7, -0.8, -0.9])
+    said, logprobs = _said(SimpleNamespace(token_ids=tokens, logprobs=again))
+    assert said == tokens
+    assert logprobs == [-t / 10 for t in tokens]
+
+
+def test_log_probabilities_of_other_tokens_are_refused():
+    other = SimpleNamespace(token_ids=[7, 9], logprobs=[-0.7, -0.9])
+    with pytest.raises(Refused, match="other tokens") as caught:
+        _said(SimpleNamespace(token_ids=[7, 8], logprobs=other))
+    assert caught.value.kind == "WrongLogprobs"
