@@ -348,7 +348,7 @@ def _spec(a: argparse.Namespace) -> RolloutSpec:
     if a.backend == "sglang":
         backend = SGLangRollout.model_validate({**shared, "gpu_memory_utilization": a.memory})
     else:
-        fast = {"enforce_eager": False, "decode_graphs": True, "gpu_memory_utilization": a.memory}
+        fast = {"enforce_eager": False, "step_graphs": True, "gpu_memory_utilization": a.memory}
         small = {"kv_cache_memory_bytes": 800_000_000}
         backend = VLLMRollout.model_validate(shared | (fast if a.gpu else small))
     return RolloutSpec(

@@ -79,8 +79,8 @@ class VLLMRollout(Strict):
     """Share of the GPU's memory that vLLM may take."""
     enforce_eager: bool = True
     """No compilation: starts fast. Set false for long campaigns on GPUs."""
-    decode_graphs: bool = False
-    """With enforce_eager: false, CUDA graphs of the decode step without compilation: fast, and starts much sooner."""
+    step_graphs: bool = False
+    """With enforce_eager: false, CUDA graphs of whole steps without compilation: fast, and starts much sooner."""
     enable_prefix_caching: bool = False
     """Reuse of keys and values between requests under the same weights; those of another version are never used."""
     openai_port: int | None = Field(None, ge=0, le=65535)
@@ -97,8 +97,8 @@ class VLLMRollout(Strict):
 
     @model_validator(mode="after")
     def _useful(self) -> "VLLMRollout":
-        if self.decode_graphs and self.enforce_eager:
-            raise ValueError("decode_graphs has no effect with enforce_eager: true; set that to false")
+        if self.step_graphs and self.enforce_eager:
+            raise ValueError("step_graphs has no effect with enforce_eager: true; set that to false")
         return self
 
 
@@ -292,8 +292,8 @@ class Recipe(Strict):
             problems.append(
                 f"parity.bounds.clip_fraction has no effect: loss {self.algorithm.loss.kind} has no clip bounds"
             )
-        if isinstance(backend, VLLMRollout) and backend.decode_graphs and not self.roles.rollout.gpus:
-            problems.append("rollout.backend.decode_graphs has no effect without GPUs (roles.rollout.gpus is 0)")
+        if isinstance(backend, VLLMRollout) and backend.step_graphs and not self.roles.rollout.gpus:
+            problems.append("rollout.backend.step_graphs has no effect without GPUs (roles.rollout.gpus is 0)")
         if isinstance(backend, SGLangRollout | TensorRTLLMRollout) and not self.roles.rollout.gpus:
             problems.append(f"rollout.backend {backend.kind} needs GPUs: set roles.rollout.gpus, or take vllm")
         if problems:

@@ -13,7 +13,7 @@ SAFE: dict[str, Any] = {
     "enable_chunked_prefill": False,
     "batch_invariant": True,
     "deterministic": True,
-    "decode_graphs": False,
+    "step_graphs": False,
     "enforce_eager": True,
 }
 """Settings of back ends that may change numbers, as long as they have them, and the value above suspicion."""

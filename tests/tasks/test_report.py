@@ -19,5 +19,5 @@ def test_a_server_that_is_away_costs_only_the_picture(monkeypatch, caplog):
         port = listener.getsockname()[1]
     away: dict[Any, Any] = {PREFECT_API_URL: f"http://127.0.0.1:{port}/api", PREFECT_CLIENT_MAX_RETRIES: 0}
     with temporary_settings(away), caplog.at_level(logging.WARNING):
-        asyncio.run(report._in_ui(acreate_markdown_artifact("text", key="some-key")))
+        asyncio.run(report.in_ui(acreate_markdown_artifact("text", key="some-key")))
     assert "took no artifact" in caplog.text

@@ -11,7 +11,7 @@ from headrace.blocks.recipe import VLLMRollout
 from headrace.engines.rollout.child import Refused
 from headrace.engines.rollout.spec import RolloutSpec
 from headrace.engines.rollout.vllm_child import _said
-from headrace.engines.rollout.vllm_server import decode_graphs, environment, flags
+from headrace.engines.rollout.vllm_server import step_graphs, environment, flags
 
 
 def test_every_setting_that_changes_numbers_is_given():
@@ -27,18 +27,21 @@ def test_every_setting_that_changes_numbers_is_given():
     assert pairs["--max-num-batched-tokens"] == "4096"  # without chunks a prompt must fit into one batch
 
 
-def test_a_gpu_gets_graphs_of_the_decode_step_when_asked():
-    recipe = {"kind": "vllm", "max_num_seqs": 96, "enforce_eager": False, "decode_graphs": True}
-    spec = RolloutSpec(model="m", gpus=1, python="python", backend=VLLMRollout.model_validate(recipe))
+def test_a_gpu_gets_graphs_of_whole_steps_when_asked():
+    recipe = {"kind": "vllm", "max_num_seqs": 96, "enforce_eager": False, "step_graphs": True}
+    spec = RolloutSpec(model="m", gpus=1, threads=1, python="python", backend=VLLMRollout.model_validate(recipe))
     pairs = dict(itertools.pairwise(flags(spec)))
-    assert json.loads(pairs["--compilation-config"])["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 32, 64, 96]
-    assert decode_graphs(64)["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 32, 64]
-    with pytest.raises(ValidationError, match="decode_graphs has no effect with enforce_eager"):
-        VLLMRollout.model_validate({"kind": "vllm", "decode_graphs": True})
+    sizes = json.loads(pairs["--compilation-config"])["cudagraph_capture_sizes"]
+    assert sizes[:9] == [1, 2, 4, 8, 16, 32, 64, 96, 160]
+    assert step_graphs(64)["cudagraph_capture_sizes"][:7] == [1, 2, 4, 8, 16, 32, 64]  # type: ignore[index]
+    with pytest.raises(ValidationError, match="step_graphs has no effect with enforce_eager"):
+        VLLMRollout.model_validate({"kind": "vllm", "step_graphs": True})
 
 
 def test_development_endpoints_are_off():
-    spec = RolloutSpec(model="m", python="python", backend=VLLMRollout.model_validate({"kind": "vllm"}))
+    spec = RolloutSpec(
+        model="m", gpus=0, threads=1, python="python", backend=VLLMRollout.model_validate({"kind": "vllm"})
+    )
     assert environment(spec)["VLLM_SERVER_DEV_MODE"] == "0"
 
 
