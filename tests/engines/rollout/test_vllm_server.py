@@ -11,7 +11,7 @@ from headrace.blocks.recipe import VLLMRollout
 from headrace.engines.rollout.child import Refused
 from headrace.engines.rollout.spec import RolloutSpec
 from headrace.engines.rollout.vllm_child import _said
-from headrace.engines.rollout.vllm_server import step_graphs, environment, flags
+from headrace.engines.rollout.vllm_server import environment, flags, step_graphs
 
 
 def test_every_setting_that_changes_numbers_is_given():
