@@ -92,6 +92,8 @@ class VLLMRollout(Strict):
     """The next step is scheduled while one runs. Left out: on GPUs; vLLM cannot on CPUs."""
     batch_invariant: bool = False
     """Kernels whose result does not depend on what else is in the batch: slower; only on GPUs."""
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 512] | None = None
+    """LoRA adapters up to this rank can be loaded and served by version. Left out, none."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """What the engine reports: raw ignores the temperature and is wrong for training unless the temperature is 1."""
 
@@ -118,6 +120,8 @@ class SGLangRollout(Strict):
     """SGLang's sampling kernels."""
     enable_prefix_caching: bool = False
     """Reuse of keys and values between requests under the same weights; those of another version are never used."""
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 512] | None = None
+    """LoRA adapters up to this rank can be loaded and served by version. Left out, none."""
     deterministic: bool = False
     """SGLang's batch-invariant kernels: slower; seeds are honoured only with them."""
 

@@ -66,6 +66,16 @@ class WeightSource(_Frozen):
     """URL of the store (transport ``store``)."""
 
 
+class Adapter(_Frozen):
+    """A LoRA adapter as a weight version: what is served is the weights in use with this on top."""
+
+    version: int
+    path: str
+    """Local folder in PEFT's format: adapter_config.json, adapter_model.safetensors."""
+    digest: str
+    """Of its files, see ``engines.checkpoint.adapter.digest_of``."""
+
+
 class Served(_Frozen):
     """What an engine serves, computed from what it loaded, never copied from what it was told."""
 

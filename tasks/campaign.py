@@ -18,6 +18,7 @@ from headrace.engines.experience.ledger import Ledger
 from headrace.engines.experience.store import Store, stage_key
 from headrace.engines.report import History
 from headrace.engines.reward.pool import RewardPool
+from headrace.engines.reward.stage import Begun
 from headrace.tasks.engines import Engines
 from headrace.tasks.progress import Progress
 from headrace.tasks.router import Router
@@ -68,6 +69,8 @@ class Campaign:
         self.cursor = 0
         """Place in the data order where the next prompts are drawn."""
         self.sync_numbers = itertools.count()
+        self.scoring: dict[str, Begun] = {}
+        """Scores that were begun while their shard was sampled, by the shard's key."""
         self.spans: list[tuple[float, float]] = []
         """When scoring ran; the engines keep their own."""
         self.attempts: dict[str, int] = {}

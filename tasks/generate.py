@@ -2,7 +2,9 @@
 
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.recipe import Recipe
+from headrace.engines.experience import early
 from headrace.tasks.campaign import current
+from headrace.tasks.early import scored_early
 from headrace.tasks.stage import run_rollout_job, stage
 
 CODE = "2"
@@ -50,7 +52,15 @@ async def generate(step: int, shard: int, prompts: Manifest) -> Manifest:
     }
     c.start_deferred()
     samples = (stop - start) * recipe.rollout.n
-    made = await run_rollout_job("generate", step, shard, key, params, index=index, samples=samples)
+    if recipe.rollout.deterministic:
+        made = await run_rollout_job("generate", step, shard, key, params, index=index, samples=samples)
+    else:
+        params["early"] = folder = early.folder_of("generate", step, shard, key)
+        async with scored_early(c, folder, prompts) as (look, begun):
+            made = await run_rollout_job(
+                "generate", step, shard, key, params, index=index, samples=samples, on_progress=look
+            )
+        c.scoring[made.key] = begun
     first = prompts.info["first"]
     c.ledger.committed(step, shard, list(range(first + start, first + stop)), made.key)
     return made

@@ -29,7 +29,7 @@ def score_now(
 ) -> Manifest:
     """Scores and commits under ``stage``."""
     began = time.time()
-    table = score_table(c.store, generated, c.rewards, prompts)
+    table = score_table(c.store, generated, c.rewards, prompts, c.scoring.pop(generated.key, None))
     part = c.store.write_table(f"experience/{step:06d}/{stage}-{shard}.arrow", table)
     ended = time.time()
     c.spans.append((began, ended))

@@ -39,7 +39,15 @@ def stage(name: str, run_name: str) -> Callable[[Callable[P, Coroutine[Any, Any,
 
 
 async def run_rollout_job(
-    stage: str, step: int, shard: int, key: str, params: dict[str, Any], *, index: int, samples: int
+    stage: str,
+    step: int,
+    shard: int,
+    key: str,
+    params: dict[str, Any],
+    *,
+    index: int,
+    samples: int,
+    on_progress: Callable[[dict[str, float]], None] | None = None,
 ) -> Manifest:
     """Job ``stage`` on a rollout engine: number ``index`` of a deterministic back end, else the least loaded one.
 
@@ -52,7 +60,7 @@ async def run_rollout_job(
     if (done := c.store.lookup(stage, step, shard, key)) is not None:
         return done
     async with c.router.place(samples) as index:
-        return await run_job("rollout", index, stage, stage, step, shard, key, params)
+        return await run_job("rollout", index, stage, stage, step, shard, key, params, on_progress)
 
 
 async def run_job(
@@ -64,6 +72,7 @@ async def run_job(
     shard: int,
     key: str,
     params: dict[str, Any],
+    on_progress: Callable[[dict[str, float]], None] | None = None,
 ) -> Manifest:
     """One stage on one engine, unless the store already holds its manifest under ``key``.
 
@@ -78,5 +87,6 @@ async def run_job(
         return done
     c.progress.update(stage=stage)
     params = {"store": c.url, "key": key, "step": step, "shard": shard, **params}
-    result = await c.engines.call(role, index, method, params, job_id=f"{method}-{step}-{shard}-{key}")
+    job_id = f"{method}-{step}-{shard}-{key}"
+    result = await c.engines.call(role, index, method, params, job_id=job_id, on_progress=on_progress)
     return Manifest.model_validate(result)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,10 +143,19 @@ class RewardPool:
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Scores of the samples, in their order. Takes at most about ``deadline_s`` for each sample of a worker."""
+        return self.results([self.submit(sample) for sample in samples])
+
+    def submit(self, sample: Sample) -> Future[Score]:
+        """Its score, in the future. Raises RewardError when the pool is closed."""
         if self._closed:
             raise RewardError("the reward pool is closed")
+        return self._threads.submit(self._score, sample)
+
+    @staticmethod
+    def results(scores: Sequence[Future[Score]]) -> list[Score]:
+        """What was submitted, when it is there. Raises RewardError when the pool was closed meanwhile."""
         try:
-            return list(self._threads.map(self._score, samples))
+            return [score.result() for score in scores]
         except CancelledError as error:
             raise RewardError("the reward pool was closed while it scored") from error
 

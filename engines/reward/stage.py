@@ -1,16 +1,26 @@
 """The score stage's work: from generated answers to rewards."""
 
 import json
+from concurrent.futures import Future
 
 import pyarrow as pa
 
 from headrace.blocks.manifest import Manifest
 from headrace.engines.experience.schema import SCORE
 from headrace.engines.experience.store import Store
-from headrace.engines.reward.pool import RewardPool, Sample
+from headrace.engines.reward.pool import RewardPool, Sample, Score
+
+ANSWER = ["uid", "group_id", "text", "ground_truth"]
+"""Columns of GENERATE that scoring reads."""
 
 
-def score_table(store: Store, generate: Manifest, pool: RewardPool, prompts: Manifest | None = None) -> pa.Table:
+Begun = dict[tuple[str, str], Future[Score]]
+"""Scores that were begun before the shard was complete, by uid and answer."""
+
+
+def score_table(
+    store: Store, generate: Manifest, pool: RewardPool, prompts: Manifest | None = None, begun: Begun | None = None
+) -> pa.Table:
     """Scores every sample of a generate manifest: a table in the SCORE schema, in the same order.
 
     With ``prompts`` (the manifest that was generated from), reward functions get the chat before the answer.
@@ -21,27 +31,34 @@ def score_table(store: Store, generate: Manifest, pool: RewardPool, prompts: Man
     """
     if generate.part is None:
         raise ValueError(f"the {generate.stage} manifest of step {generate.step} names no table to score")
-    answers = store.read_table(generate.part).select(["uid", "group_id", "text", "ground_truth"]).to_pydict()
-    chats: dict[int, list[dict[str, str]]] = {}
-    if prompts is not None and prompts.part is not None:
-        asked = store.read_table(prompts.part).select(["group_id", "messages"]).to_pydict()
-        chats = {group: json.loads(text) for group, text in zip(asked["group_id"], asked["messages"], strict=True)}
-        if missing := set(answers["group_id"]) - set(chats):
-            raise ValueError(f"groups {sorted(missing)[:5]} of step {generate.step} are not in its prompts")
-    samples = [
-        Sample(text, json.loads(truth), chats.get(group))
-        for text, truth, group in zip(answers["text"], answers["ground_truth"], answers["group_id"], strict=True)
-    ]
-    scores = pool.score(samples)
+    begun = begun or {}
+    answers = store.read_table(generate.part).select(ANSWER)
+    wanted = zip(answers["uid"].to_pylist(), samples_of(store, answers, prompts), strict=True)
+    scores = pool.results([begun.get((uid, sample.text)) or pool.submit(sample) for uid, sample in wanted])
     return pa.table(
         {
-            "uid": answers["uid"],
+            "uid": answers["uid"].to_pylist(),
             "reward": [score.reward for score in scores],
             "reward_parts": [list(score.parts.items()) for score in scores],
             "score_error": [score.error for score in scores],
         },
         schema=SCORE,
     )
+
+
+def samples_of(store: Store, answers: pa.Table, prompts: Manifest | None) -> list[Sample]:
+    """Rows of a GENERATE table as what a reward function gets. Raises as ``score_table``."""
+    columns = answers.to_pydict()
+    chats: dict[int, list[dict[str, str]]] = {}
+    if prompts is not None and prompts.part is not None:
+        asked = store.read_table(prompts.part).select(["group_id", "messages"]).to_pydict()
+        chats = {group: json.loads(text) for group, text in zip(asked["group_id"], asked["messages"], strict=True)}
+        if missing := set(columns["group_id"]) - set(chats):
+            raise ValueError(f"groups {sorted(missing)[:5]} of step {prompts.step} are not in its prompts")
+    return [
+        Sample(text, json.loads(truth), chats.get(group))
+        for text, truth, group in zip(columns["text"], columns["ground_truth"], columns["group_id"], strict=True)
+    ]
 
 
 def score_metrics(scored: pa.Table, tolerance: float = 0.0) -> dict[str, float]:

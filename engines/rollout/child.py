@@ -62,6 +62,10 @@ class Backend(Protocol):
         """One outcome of each worker, see ``vllm_worker``; called while no request of ``complete`` runs."""
         ...
 
+    async def load_adapter(self, path: str, version: int) -> None:
+        """The LoRA adapter for requests from now on; raises when it cannot be. Called while none runs."""
+        ...
+
     async def reset_caches(self) -> None: ...
 
     async def sleep(self, level: int) -> None: ...
@@ -157,6 +161,7 @@ class Program:
             "pause": self.pause,
             "resume": self.resume,
             "load": self._load,
+            "load_adapter": self._load_adapter,
             "reset_caches": self._backend.reset_caches,
             "sleep": self._backend.sleep,
             "wake": self._backend.wake,
@@ -302,6 +307,25 @@ class Program:
         if was_open:
             await self.resume()
         return {"outcomes": outcomes, "pause_seconds": time.monotonic() - began}
+
+    async def _load_adapter(self, path: str, version: int) -> dict[str, Any]:
+        """pause(keep) → load → resume. When the engine refuses it, what was under way goes on as before."""
+        was_open = self._open.is_set()
+        began = time.monotonic()
+        await self.pause("keep")
+        self._flush()  # what is told from now on has another version
+        try:
+            await self._backend.load_adapter(path, version)
+        except Exception as error:  # whatever the engine raises about a folder of somebody else's
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"}
+        else:
+            await self._backend.reset_caches()
+            self._version = version
+            return {"pause_seconds": time.monotonic() - began}
+        finally:
+            if was_open:
+                await self.resume()
 
     async def _status(self) -> dict[str, Any]:
         await self._backend.health()

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import headrace
-from headrace.blocks.weights import Served, WeightSource
+from headrace.blocks.weights import Adapter, Served, WeightSource
+from headrace.engines.checkpoint.adapter import digest_of
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.process import Child, describe_exit
 from headrace.engines.rollout import errors, wire
@@ -77,6 +78,7 @@ class HostedEngine:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._loading = asyncio.Lock()
         self._served: Served | None = None
+        self._adapter = ""
         self._broken = ""
         self._spoiled = False
         self._about: dict[str, Any] = {}
@@ -216,6 +218,7 @@ class HostedEngine:
                 await self._restart()
             served, pause = await self._load(source, deadline_s)
             self._served = served.model_copy(update={"pause_seconds": pause})
+            self._adapter = ""
             self._broken = ""
             return self._served
 
@@ -239,6 +242,29 @@ class HostedEngine:
             raise WeightError(f"{self.launch.name}'s workers loaded different weights", version=source.version)
         return served[0], answer["pause_seconds"]
 
+    async def load_adapter(self, adapter: Adapter, *, deadline_s: float) -> Served:
+        """See ``RolloutEngine.load_adapter``."""
+        if not getattr(self._spec.backend, "max_lora_rank", None):
+            raise WeightError(
+                f"{self.launch.name} was started without LoRA adapters",
+                version=adapter.version,
+                advice="set rollout.backend.max_lora_rank",
+            )
+        async with self._loading:
+            self._check([])
+            found = await asyncio.to_thread(digest_of, Path(adapter.path))
+            if found != adapter.digest:
+                what = f"the adapter in {adapter.path} has digest {found}, not {adapter.digest}"
+                raise WeightError(what, version=adapter.version, advice="publish it again")
+            answer = await self._call(
+                "load_adapter", path=adapter.path, version=adapter.version, timeout_s=max(deadline_s, CALL_S)
+            )
+            if "error" in answer:
+                raise WeightError(f"{self.launch.name} refused it: {answer['error']}", version=adapter.version)
+            self._adapter = found
+            self._served = Served(version=adapter.version, digest=found, pause_seconds=answer["pause_seconds"])
+            return self._served
+
     async def _restart(self) -> None:
         """A new program in place of one whose model is half loaded."""
         await self._stop()
@@ -258,6 +284,7 @@ class HostedEngine:
             "head_dtype": self._spec.head_dtype,
             "cache_salt": "weight version" if self.launch.salted else "no cache",
             "batch_invariant": self.launch.env.get("VLLM_BATCH_INVARIANT", "0"),
+            "adapter": self._adapter or "none",
             "flags": " ".join(self.launch.flags),
         }
 

@@ -1,6 +1,7 @@
 """The jobs of a rollout host: manifests in, manifests out; tokens stay on this side."""
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from headrace.blocks.manifest import Manifest
+from headrace.engines.experience import early
 from headrace.engines.experience.schema import GENERATE
 from headrace.engines.experience.store import Store
 from headrace.engines.rollout import begun
@@ -56,6 +58,8 @@ class GenerateParams(_Sample):
 
     n: int
     temperature: float
+    early: str = ""
+    """Folder below the store for groups that are finished before the others; empty = none."""
 
 
 class EvaluateParams(_Sample):
@@ -116,16 +120,25 @@ async def _sample(
     if not engine.deterministic:
         resumed = await scribe(bench.scribe, begun.restore, store, kept, work.requests)
     saving = asyncio.create_task(_keep_saving(bench, store, kept, work.requests))
+    early_folder = params.early if isinstance(params, GenerateParams) else ""
     tables: dict[int, asyncio.Future[pa.Table]] = {}
     aborted: list[str] = []
     tokens = truncated = 0
+
+    def finish(group: Group, **figures: float) -> pa.Table:
+        rows = _table(work, group, renderer)
+        if early_folder:
+            early.put(store, early_folder, group.group, rows)
+        progress(**figures)
+        return rows
+
     try:
         async for group in bench.cohorts.groups(work.everyone, set(work.rows), served.version):
-            tables[group.group] = scribe(bench.scribe, _table, work, group, renderer)
             tokens += sum(len(completion.token_ids) for completion in group.completions)
             truncated += sum(completion.finish_reason == "length" for completion in group.completions)
             aborted += [f"{group.group}-{c.sample}" for c in group.completions if c.finish_reason == "abort"]
-            progress(groups=len(tables), of=len(work.requests), tokens=tokens)
+            figures = {"groups": len(tables) + 1, "of": len(work.requests), "tokens": tokens}
+            tables[group.group] = scribe(bench.scribe, functools.partial(finish, group, **figures))
     except EngineDied:
         await _save(bench, store, kept, work.requests)
         raise
@@ -167,6 +180,8 @@ async def _sample(
             )
         )
         store.remove(kept)
+        if early_folder:
+            early.remove(store, early_folder)
         return made
 
     return await scribe(bench.scribe, write)

@@ -45,6 +45,11 @@ def arguments(spec: RolloutSpec) -> dict[str, Any]:
     """SGLang's ``ServerArgs``: every setting that changes numbers is given, whatever the defaults are."""
     backend = spec.backend
     assert isinstance(backend, SGLangRollout)
+    lora: dict[str, Any] = {}
+    if backend.max_lora_rank:
+        # All linear layers, whatever an adapter touches; the next version is loaded beside the one in use.
+        lora = {"enable_lora": True, "max_lora_rank": backend.max_lora_rank, "lora_target_modules": ["all"]}
+        lora |= {"max_loras_per_batch": 2, "max_loaded_loras": 2}
     return {
         "model_path": spec.model,
         "served_model_name": "policy",
@@ -60,6 +65,7 @@ def arguments(spec: RolloutSpec) -> dict[str, Any]:
         "disable_radix_cache": not backend.enable_prefix_caching,
         "enable_deterministic_inference": backend.deterministic,
         "enable_fp32_lm_head": spec.head_dtype == "float32",
+        **lora,
         "custom_weight_loader": ["headrace.engines.rollout.sglang_worker.load"],
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,

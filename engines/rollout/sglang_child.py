@@ -6,6 +6,7 @@ Runs in SGLang's environment. FD is the host's socket, OPTIONS JSON for ``child.
 
 import asyncio
 import gc
+import itertools
 import json
 import sys
 import tempfile
@@ -35,6 +36,9 @@ class SGLang:
         self._engine = Engine(**arguments, stream_interval=INTERVAL, incremental_streaming_output=True)
         self._manager: Any = self._engine.tokenizer_manager
         self._version = sglang.__version__
+        self._adapter: str | None = None
+        """Name of the LoRA adapter that is served."""
+        self._adapters = itertools.count(1)
         gc.collect()
         gc.freeze()
 
@@ -57,6 +61,7 @@ class SGLang:
             stream=True,
             rid=name,
             extra_key=sampling.salt or None,
+            lora_path=self._adapter,
         )
         try:
             async for output in self._manager.generate_request(request, None):
@@ -86,6 +91,7 @@ class SGLang:
 
         from headrace.engines.rollout.sglang_worker import LOADER, order
 
+        self._adapter = None  # it was made for the weights before
         with tempfile.TemporaryDirectory(prefix="headrace-sglang-") as folder:
             outcome = Path(folder) / "outcome"
             # File descriptors, torch's default, do not reach SGLang's processes.
@@ -103,6 +109,15 @@ class SGLang:
             if not done or len(files) != self._ranks:
                 return [{"error": f"SGLang did not load: {message}", "spoiled": True}]
             return [json.loads(file.read_text()) for file in files]
+
+    async def load_adapter(self, path: str, version: int) -> None:
+        name = f"v{version}-{next(self._adapters)}"
+        done = await self._manager.load_lora_adapter(self._io.LoadLoRAAdapterReqInput(lora_name=name, lora_path=path))
+        if not done.success:
+            raise RuntimeError(done.error_message)
+        before, self._adapter = self._adapter, name
+        if before is not None:
+            await self._manager.unload_lora_adapter(self._io.UnloadLoRAAdapterReqInput(lora_name=before))
 
     async def reset_caches(self) -> None:
         await self._manager.flush_cache()

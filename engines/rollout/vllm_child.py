@@ -7,11 +7,16 @@ for. With ``door_fd`` in the options the OpenAI-compatible server is opened on t
 
 import asyncio
 import gc
+import itertools
 import json
+import os
 import sys
 from typing import Any
 
 from headrace.engines.rollout.child import Heard, Program, Refused, Sampling, connect, refuse
+
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+"""Environment variable: how vLLM makes its processes."""
 
 
 class VLLM:
@@ -33,7 +38,10 @@ class VLLM:
         args.disable_log_stats = True
         # The tokenizer is on the host's side; here only the door needs it.
         args.skip_tokenizer_init = "door_fd" not in options
+        method = os.environ.get(START_METHOD)
         config = args.create_engine_config(usage_context=UsageContext.ENGINE_CONTEXT)
+        if method:  # vLLM's CPU platform changes it; we bind no threads, so nothing depends on a fresh process
+            os.environ[START_METHOD] = method
         scheduler = config.scheduler_config
         if (holding := HOLDING.get(scheduler.get_scheduler_cls())) is not None:
             scheduler.scheduler_cls = holding
@@ -42,6 +50,9 @@ class VLLM:
         self.llm = AsyncLLM.from_vllm_config(config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True)
         self._params, self._delta = SamplingParams, RequestOutputKind.DELTA
         self._version = __version__
+        self._adapter: Any = None
+        """vLLM's LoRARequest of the adapter that is served."""
+        self._adapters = itertools.count(1)
         # What lives now lives on: the collector need not look at it between two tokens.
         gc.collect()
         gc.freeze()
@@ -66,7 +77,7 @@ class VLLM:
         )
         prompt = tokens_input(prompt_ids, cache_salt=sampling.salt or None)
         try:
-            async for output in self.llm.generate(prompt, params, name):
+            async for output in self.llm.generate(prompt, params, name, lora_request=self._adapter):
                 [answer] = output.outputs
                 heard(*_said(answer))
                 if answer.finish_reason is not None:
@@ -82,10 +93,21 @@ class VLLM:
         # Requests of the door are not ours to drop: they are frozen, and computed again after the update.
         await self.llm.pause_generation(mode="keep", clear_cache=True)
         arguments = {"source": source, "expect": expect, "deadline_s": deadline_s}
+        self._adapter = None  # it was made for the weights before
         try:
             return await self.llm.collective_rpc("headrace_load_weights", kwargs=arguments)
         finally:
             await self.llm.resume_generation()
+
+    async def load_adapter(self, path: str, version: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        number = next(self._adapters)
+        adapter = LoRARequest(lora_name=f"v{version}-{number}", lora_int_id=number, lora_path=path)
+        await self.llm.add_lora(adapter)
+        before, self._adapter = self._adapter, adapter
+        if before is not None:
+            await self.llm.remove_lora(before.lora_int_id)
 
     async def reset_caches(self) -> None:
         await self.llm.reset_prefix_cache()
@@ -142,7 +164,16 @@ def missing() -> list[str]:
         for name in names
         if name not in signature(kind).parameters
     ]
-    methods = ["abort", "pause_generation", "resume_generation", "collective_rpc", "reset_prefix_cache", "check_health"]
+    methods = [
+        "abort",
+        "add_lora",
+        "remove_lora",
+        "pause_generation",
+        "resume_generation",
+        "collective_rpc",
+        "reset_prefix_cache",
+        "check_health",
+    ]
     return lacks + [f"AsyncLLM.{name}" for name in methods if not hasattr(AsyncLLM, name)]
 
 

@@ -5,6 +5,7 @@ it runs between two steps of the engine. Needs torch, vllm, pydantic, fsspec and
 """
 
 import json
+import traceback
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ class HeadraceWorker:
                 loading.finish(worker.model_runner.model_config, served.version)
             except WeightError as error:
                 return {"error": str(error), "spoiled": loading.begun}
+            except Exception as error:  # vLLM's own, of a model that takes other weights than its folder says
+                traceback.print_exc()
+                return {"error": f"vLLM: {type(error).__name__}: {error}", "spoiled": loading.begun}
         if worker.vllm_config.lora_config is not None:
             worker.model_runner.reset_lora_state()
         return {"served": served.model_dump()}
@@ -67,7 +71,8 @@ class _Loading:
 
     def finish(self, model_config: Any, version: int) -> None:
         """Raises WeightError when a parameter of the model was not loaded."""
-        missing = {name for name, _ in self._model.named_parameters()} - self._loaded
+        # With LoRA adapters vLLM wraps layers; it finds what is theirs by the names that they had before.
+        missing = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()} - self._loaded
         if model_config.hf_text_config.tie_word_embeddings:
             missing.discard("lm_head.weight")
         if missing:

@@ -60,7 +60,7 @@ class EngineClient:
         Args:
             job_id: content key of the work; the same id attaches to a job that already runs or is done.
             deadline_s: seconds until the job is cancelled and JobDeadline raised.
-            on_progress: called with the job's latest figures each time the server answers.
+            on_progress: called with the job's latest figures whenever it has published some.
 
         Raises:
             EngineLost, JobFailed, JobCancelled, JobDeadline, Fenced: see ``errors``.
@@ -76,7 +76,8 @@ class EngineClient:
                         f"(last progress: {view['progress'] or 'none'}); look at the log of flow run "
                         f"{self.lease.flow_run_id}, or raise the deadline in the recipe"
                     )
-                view = await self._request("GET", f"/jobs/{job_id}", params={"wait": min(POLL_S, left)})
+                seen = {"seen": view["notes"]} if on_progress else {}
+                view = await self._request("GET", f"/jobs/{job_id}", params={"wait": min(POLL_S, left)} | seen)
                 if on_progress and view["progress"]:
                     on_progress(view["progress"])
         except (asyncio.CancelledError, JobDeadline):

@@ -32,15 +32,33 @@ class Job:
         self.id, self.method, self.params = id, method, params
         self.cancelled = threading.Event()
         self.done = threading.Event()
+        self._changed = threading.Condition()
         self.state = "queued"
         self.result: dict[str, Any] | None = None
         self.error = ""
         self.numbers: dict[str, float] = {}
+        self.notes = 0
+        """How often figures were published."""
         self.started = self.ended = 0.0
 
     def progress(self, **numbers: float) -> None:
-        """Publishes figures that the waiting client sees at its next answer."""
-        self.numbers = dict(numbers)
+        """Publishes figures; a client that follows them is answered at once."""
+        with self._changed:
+            self.numbers = dict(numbers)
+            self.notes += 1
+            self._changed.notify_all()
+
+    def end(self, state: str) -> None:
+        """The last thing that happens to it."""
+        with self._changed:
+            self.state = state
+            self.done.set()
+            self._changed.notify_all()
+
+    def wait(self, seconds: float, seen: int | None) -> None:
+        """Until it is done, or has published figures more than ``seen`` times."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.done.is_set() or (seen is not None and self.notes > seen), seconds)
 
     def view(self) -> dict[str, Any]:
         return {
@@ -49,6 +67,7 @@ class Job:
             "result": self.result,
             "error": self.error,
             "progress": self.numbers,
+            "notes": self.notes,
             "span": (self.started, self.ended),
         }
 
@@ -122,7 +141,7 @@ class JobServer:
         while True:
             job = self._queue.get()
             if job.cancelled.is_set():
-                job.state = "cancelled"
+                state = "cancelled"
             else:
                 job.state, job.started = "running", time.time()
                 try:
@@ -132,8 +151,8 @@ class JobServer:
                     state = "cancelled" if job.cancelled.is_set() else "failed"
                     job.error = f"{type(error).__name__}: {error}"
                     traceback.print_exc()
-                job.state, job.ended = state, time.time()
-            job.done.set()
+                job.ended = time.time()
+            job.end(state)
 
     def _submit(self, id: str, method: str, params: dict[str, Any]) -> Job:
         with self._lock:
@@ -181,9 +200,9 @@ class JobServer:
             return self._submit(body["id"], body["method"], body["params"]).view()
 
         @app.get("/jobs/{id}")
-        def wait(id: str, wait: float = 0.0) -> dict[str, Any]:
+        def wait(id: str, wait: float = 0.0, seen: int | None = None) -> dict[str, Any]:
             job = self._find(id)
-            job.done.wait(min(wait, 30.0))
+            job.wait(min(wait, 30.0), seen)
             self._heard = time.monotonic()
             return job.view()
 

@@ -228,7 +228,7 @@ def test_an_interpreter_without_the_engine_is_refused(tiny_model: Path, tmp_path
     for kind, what in (
         ("vllm", "cannot import vllm"),
         ("sglang", "cannot import sglang"),
-        ("trtllm", "no tensorrt_llm"),
+        ("trtllm", "has no tensorrt_llm"),
     ):
         child = start(tiny_model, tmp_path, python=sys.executable, gpus=1, backend={"kind": kind})
         assert child.wait(60) == 1

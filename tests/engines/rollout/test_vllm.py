@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,12 +15,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headrace.blocks.recipe import VLLMRollout
-from headrace.blocks.weights import WeightManifest, WeightSource
+from headrace.blocks.weights import Adapter, WeightManifest, WeightSource
 from headrace.engines.checkpoint import WeightError, publish
+from headrace.engines.checkpoint.adapter import digest_of
 from headrace.engines.guard import descendants
 from headrace.engines.rollout.base import START_VERSION, Completion, Request, Sampling
 from headrace.engines.rollout.counter import sample_seed
@@ -76,6 +79,34 @@ async def test_logprobs_are_those_of_transformers(engine: VLLMEngine, models: tu
                 assert not set(c.token_ids[:-1]) & set(STOPS)
             distinct = {tuple(c.token_ids) for c in completions}
             assert len(distinct) == (len(completions) if temperature else 1)
+
+
+@pytest.fixture
+async def adapted(models: tuple[Path, Path], tmp_path: Path) -> AsyncIterator[VLLMEngine]:
+    engine = await VLLMEngine.start(spec(models[0], max_lora_rank=8), tmp_path)
+    yield engine
+    await engine.close()
+
+
+def adapter_of(model: Path, folder: Path, seed: int = 0, rank: int = 8) -> tuple[dict[str, str], Path]:
+    """A random LoRA adapter of two kinds of layers: (path and digest, folder of the model with it added)."""
+    draw = torch.Generator().manual_seed(seed)
+    weights = load_file(model / "model.safetensors")
+    adapter: dict[str, torch.Tensor] = {}
+    for name in [name for name in weights if "q_proj" in name or "down_proj" in name]:
+        out, into = weights[name].shape
+        a, b = torch.randn(rank, into, generator=draw) / 8, torch.randn(out, rank, generator=draw) / 8
+        module = "base_model.model." + name.removesuffix(".weight")
+        adapter |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        weights[name] = weights[name] + 2.0 * b @ a
+    path, merged = folder / "adapter", folder / "merged"
+    path.mkdir(parents=True)
+    save_file(adapter, path / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "down_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(about | {"task_type": "CAUSAL_LM", "bias": "none"}))
+    shutil.copytree(model, merged)
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    return {"path": str(path), "digest": digest_of(path)}, merged
 
 
 async def test_the_door_wants_the_key(engine: VLLMEngine):
@@ -199,12 +230,52 @@ async def test_samples_go_on_from_the_tokens_that_they_have(
     compare(continued, models[0], 1.0, 30)
 
 
+async def test_adapters_are_served_by_version(adapted: VLLMEngine, models: tuple[Path, Path], tmp_path: Path):
+    """Each against transformers with the adapter's product added to the weights."""
+    merged: dict[int, Path] = {}
+    await adapted.load_weights(published(models[0], tmp_path, 1), deadline_s=20)
+    compare(await collect(adapted, requests()), models[0], 1.0, 1)
+    for version in (2, 3):
+        adapter, merged[version] = adapter_of(models[0], tmp_path / str(version), seed=version)
+        served = await adapted.load_adapter(Adapter(version=version, **adapter), deadline_s=20)
+        assert (served.version, served.digest) == (version, adapter["digest"]) and served == await adapted.served()
+        assert adapted.fingerprint()["adapter"] == adapter["digest"]
+        compare(await collect(adapted, requests()), merged[version], 1.0, version)
+    # One that comes while samples are under way.
+    generating = asyncio.create_task(collect(adapted, requests(max_tokens=450)))
+    await sampling(adapted, 200)
+    adapter, merged[4] = adapter_of(models[0], tmp_path / "4", seed=4)
+    await adapted.load_adapter(Adapter(version=4, **adapter), deadline_s=20)
+    groups = await generating
+    assert (3, 4) in {tuple(v for v, _ in c.weight_spans) for cs in groups.values() for c in cs}
+    compare_spans(groups, merged)
+    # Others are refused, and the one in use is served on.
+    with pytest.raises(WeightError, match="has digest"):
+        await adapted.load_adapter(Adapter(version=5, path=adapter["path"], digest="0"), deadline_s=20)
+    large, _ = adapter_of(models[0], tmp_path / "6", rank=16)
+    with pytest.raises(WeightError, match=r"refused it.*rank"):
+        await adapted.load_adapter(Adapter(version=6, **large), deadline_s=20)
+    compare(await collect(adapted, requests()), merged[4], 1.0, 4)
+    # Weights end it.
+    await adapted.load_weights(published(models[1], tmp_path, 7), deadline_s=20)
+    compare(await collect(adapted, requests()), models[1], 1.0, 7)
+    assert adapted.fingerprint()["adapter"] == "none"
+
+
+async def test_adapters_want_an_engine_that_was_started_for_them(engine: VLLMEngine, models, tmp_path: Path):
+    adapter, _ = adapter_of(models[0], tmp_path)
+    with pytest.raises(WeightError, match="max_lora_rank"):
+        await engine.load_adapter(Adapter(version=2, **adapter), deadline_s=20)
+
+
 async def test_a_killed_engine_is_an_error_with_its_log_and_its_tokens(models: tuple[Path, Path], tmp_path: Path):
     engine = await VLLMEngine.start(spec(models[0]), tmp_path)
     try:
         asked = requests(max_tokens=450, n=32)
         generating = asyncio.create_task(collect(engine, asked))
-        await sampling(engine, 500)
+        async with asyncio.timeout(20):
+            while not any(request.begun for request in asked):
+                await asyncio.sleep(0.005)
         began = time.monotonic()
         for pid in descendants(engine._child.pid):
             with contextlib.suppress(ProcessLookupError):  # the first one's end may end the others

@@ -17,11 +17,16 @@ from headrace.engines.rpc.server import Job, JobServer
 @pytest.fixture
 def engine(tmp_path):
     ran: list[str] = []
+    told = [threading.Event() for _ in range(3)]
 
     def execute(job: Job) -> dict:
         ran.append(job.id)
         if job.method == "fail":
             raise ValueError("the shard is empty")
+        if job.method == "count":
+            for n in range(3):
+                job.progress(groups=n)
+                assert told[n].wait(5), "the client has not heard of it"
         if job.method == "wait":
             job.progress(groups=3)
             if job.cancelled.wait(20):
@@ -41,6 +46,7 @@ def engine(tmp_path):
         lease = Lease(role="rollout", epoch=epoch, url=url, pid=1, node="here", flow_run_id="f")
         return EngineClient(lease, token=token, attempt=attempt)
 
+    client.told = told  # pyright: ignore[reportFunctionMemberAccess]
     yield client, ran
     server.shutdown()
     thread.join(10)
@@ -112,6 +118,18 @@ def test_cancelling_the_caller_cancels_the_job(engine):
             started = time.monotonic()
             await c.call("echo", {}, job_id="f", deadline_s=5)
             assert time.monotonic() - started < 2
+
+    asyncio.run(go())
+
+
+def test_who_follows_a_job_hears_of_its_figures_at_once(engine):
+    client, _ = engine
+
+    async def go():
+        async with client() as c:
+            await c.call(
+                "count", {}, job_id="n", deadline_s=20, on_progress=lambda p: client.told[int(p["groups"])].set()
+            )
 
     asyncio.run(go())
 

@@ -39,8 +39,7 @@ def unsalted(module: ModuleType) -> None:
     before = module.Request.__init__
 
     def init(self: Any, *given: Any, **named: Any) -> None:
-        before(self, *given, **named)
-        self.cache_salt = None
+        before(self, *given, **named | {"cache_salt": None})
 
     module.Request.__init__ = init
 
