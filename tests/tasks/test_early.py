@@ -63,9 +63,11 @@ def test_scores_of_a_finished_group_do_not_wait_for_the_others(tiny_model: Path,
         job = jobs.GenerateParams(**given, early=folder)
         campaign = cast(Campaign, SimpleNamespace(store=store, rewards=pool))
         async with scored_early(campaign, folder, prompts) as (look, begun):
-            making = asyncio.create_task(
-                jobs.generate(bench, job, lambda **figures: loop.call_soon_threadsafe(look, figures))
-            )
+
+            def progress(**figures: float) -> None:
+                loop.call_soon_threadsafe(look, figures)
+
+            making = asyncio.create_task(jobs.generate(bench, job, progress))
             async with asyncio.timeout(20):
                 while len(begun) < 3:
                     await asyncio.sleep(0.01)
