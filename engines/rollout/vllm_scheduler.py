@@ -122,7 +122,7 @@ def _quicken(manager: Any) -> None:
     The search is a quarter of what vLLM 0.26 does between two steps of a small model. Only where nothing depends on
     it: one group of layers that see everything, and no prefix cache.
     """
-    managers = manager.coordinator.single_type_managers
+    managers = getattr(manager.coordinator, "single_type_managers", ())
     if manager.enable_caching or len(managers) != 1 or type(managers[0]) is not FullAttentionManager:
         return
     [only] = managers
