@@ -1,6 +1,7 @@
 """What is asked of SGLang and what is made of its answers; SGLang itself runs on GPUs only."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -49,6 +50,7 @@ class Manager:
         self.answers, self.last = answers, last
         self.asked: list[Any] = []
         self.aborted: list[str] = []
+        self.adapters: set[str] = set()
 
     async def generate_request(self, request: Any, http: None) -> AsyncIterator[dict[str, Any]]:
         self.asked.append(request)
@@ -61,11 +63,21 @@ class Manager:
     def abort_request(self, rid: str) -> None:
         self.aborted.append(rid)
 
+    async def load_lora_adapter(self, asked: Any) -> Any:
+        bad = asked.lora_path == "bad"
+        self.adapters |= set() if bad else {asked.lora_name}
+        return SimpleNamespace(success=not bad, error_message="its rank is 128")
+
+    async def unload_lora_adapter(self, asked: Any) -> None:
+        self.adapters.remove(asked.lora_name)
+
 
 def engine(manager: Manager, deterministic: bool = False) -> SGLang:
     made = SGLang.__new__(SGLang)
     made._manager, made._deterministic, made._dropped = manager, deterministic, ConnectionAbortedError
-    made._io = SimpleNamespace(GenerateReqInput=lambda **fields: SimpleNamespace(**fields))
+    kinds = ("GenerateReqInput", "LoadLoRAAdapterReqInput", "UnloadLoRAAdapterReqInput")
+    made._io = SimpleNamespace(**dict.fromkeys(kinds, lambda **fields: SimpleNamespace(**fields)))
+    made._adapter, made._adapters = None, itertools.count(1)
     return made
 
 
@@ -137,3 +149,15 @@ def test_the_loader_pulls_into_the_model(tiny_model: Path, tmp_path: Path):
     sglang_worker.load(Model(), sglang_worker.order(source, json.dumps(wrong), "10", tmp_path / "said"))
     said = json.loads((tmp_path / "said.0").read_text())
     assert "error" in said and said["spoiled"] is False
+
+
+async def test_the_newest_adapter_is_asked_for_and_a_refused_one_changes_nothing():
+    manager = Manager([answer([7], "stop")])
+    made = engine(manager)
+    await complete(made)
+    await made.load_adapter("one", 1)
+    await made.load_adapter("two", 2)
+    with pytest.raises(RuntimeError, match="its rank is 128"):
+        await made.load_adapter("bad", 3)
+    await complete(made)
+    assert [asked.lora_path for asked in manager.asked] == [None, "v2-2"] and manager.adapters == {"v2-2"}
