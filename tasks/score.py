@@ -19,6 +19,7 @@ async def score(step: int, shard: int, generated: Manifest, prompts: Manifest) -
     config = {"reward": c.recipe.reward.model_dump(mode="json", exclude={"workers"}), "tolerance": _tolerance(c)}
     key = stage_key("score", CODE, config, [generated.key])
     if (done := c.store.lookup("score", step, shard, key)) is not None:
+        c.scoring.pop(generated.key, None)
         return done
     c.progress.update(stage="score")
     return await asyncio.to_thread(score_now, c, "score", step, shard, key, generated, prompts)
