@@ -1,6 +1,7 @@
 """The sending half that all transports share: named tensors into the bytes of partitions."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -8,7 +9,32 @@ from torch import Tensor
 
 from headrace.blocks.weights import Partition, Plan, WeightManifest
 from headrace.engines.checkpoint.errors import WeightError
-from headrace.engines.checkpoint.plan import dtype_name, dtype_named, wire
+from headrace.engines.checkpoint.hashes import Hashing
+from headrace.engines.checkpoint.plan import digest_of_hashes, dtype_name, dtype_named, wire
+
+
+@dataclass(frozen=True)
+class Release:
+    """What is published."""
+
+    plan: Plan
+    version: int
+    train_step: int
+    parent: int | None
+    producer: str
+
+    def manifest(self, hashes: list[str], hashing: Hashing) -> WeightManifest:
+        """What commits it, given its partitions' hashes in order."""
+        return WeightManifest(
+            version=self.version,
+            train_step=self.train_step,
+            plan=self.plan,
+            parent=self.parent,
+            producer=self.producer,
+            hashing=hashing,
+            hashes=hashes,
+            digest=digest_of_hashes(hashes),
+        )
 
 
 class Sender(Protocol):
@@ -18,8 +44,8 @@ class Sender(Protocol):
 
     def __exit__(self, *raised: object) -> None: ...
 
-    def buffer(self, partition: Partition) -> memoryview:
-        """Memory for the partition's bytes; waits until one of two is free."""
+    def buffer(self, partition: Partition) -> Tensor:
+        """Memory for the partition's bytes, uint8 [nbytes]; waits until one of two is free."""
         ...
 
     def send(self, partition: Partition) -> None:
@@ -27,7 +53,7 @@ class Sender(Protocol):
         ...
 
     def commit(self) -> WeightManifest:
-        """Waits until all of it has arrived."""
+        """Waits until all of it has arrived, and commits."""
         ...
 
 
@@ -47,7 +73,7 @@ class Export:
         if (extra := next(self._tensors, None)) is not None:
             raise self._error(f"the tensors do not end where their metas do: {extra[0]} follows")
 
-    def _fill(self, partition: Partition, memory: memoryview) -> None:
+    def _fill(self, partition: Partition, memory: Tensor) -> None:
         for piece in partition.slices:
             if piece.start == 0:
                 self._flat = None  # before the next one is made
@@ -55,7 +81,7 @@ class Export:
             if piece.nbytes and self._flat is not None:
                 dtype = dtype_named(piece.dtype)
                 first, count = piece.start // dtype.itemsize, piece.nbytes // dtype.itemsize
-                target = torch.frombuffer(memory, dtype=dtype, offset=piece.offset, count=count)
+                target = memory[piece.offset : piece.offset + piece.nbytes].view(dtype)
                 target.copy_(self._flat[first : first + count])
 
     def _next(self, name: str, dtype: str, shape: list[int]) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.blocks.weights import WeightSource
+from headrace.blocks.weights import Transport, WeightSource
 
 HERE = Path(__file__).parent
 Metas = list[tuple[str, str, list[int]]]
@@ -45,6 +45,10 @@ class Child:
     def go_on(self) -> None:
         self._pipe.send("go on")
 
+    def do(self, what: Any) -> None:
+        """Gives it something more to do."""
+        self._pipe.send(what)
+
     def end(self) -> None:
         self._process.kill()
         self._process.join(10)
@@ -69,8 +73,9 @@ def start() -> Iterator[Start]:
 def start_receiver(start: Start, tmp_path: Path) -> Start:
     """``start_receiver(address, version, rank=0, **options) -> Child``; it writes ``got-<rank>.pt``."""
 
-    def one(address: str, version: int, rank: int = 0, **options: Any) -> Child:
-        source = WeightSource(version=version, transport="shm", address=address)
+    def one(address: str, version: int, rank: int = 0, transport: Transport = "shm", **options: Any) -> Child:
+        delta = options.pop("delta", False)
+        source = WeightSource(version=version, transport=transport, address=address, delta=delta)
         return start("receiver.py", source=source, out=tmp_path / f"got-{rank}.pt", rank=rank, **options)
 
     return one
