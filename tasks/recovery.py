@@ -9,13 +9,16 @@ import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import xxhash
 from prefect.logging import get_run_logger
 
+from headrace.blocks.lease import Lease
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.weights import Served, WeightSource
 from headrace.engines.rpc.client import EngineClient
+from headrace.tasks import placement
 
 if TYPE_CHECKING:
     from headrace.tasks.campaign import Campaign
@@ -87,6 +90,25 @@ def complete_ledger(c: "Campaign", trained: list[Manifest]) -> None:
         record_groups(c, last.step, Manifest.model_validate(params["advantage"]), last.key)
 
 
+async def _source(c: "Campaign", tag: str, rollouts: list[Lease]) -> WeightSource:
+    """Where the rollout engines pull the current version from."""
+    actor = await c.engines.client("actor", 0)
+    transport = placement.transport_for(c.recipe, actor.lease, rollouts)
+    store = ""
+    if transport == "store":
+        address, store = f"weights/v{c.version:06d}", c.url
+    elif transport in placement.LOCAL:
+        # One address for the campaign: the publisher reuses its memory from version to version.
+        address = str(Path(tempfile.gettempdir()) / f"headrace-{xxhash.xxh3_64_hexdigest(c.url.encode())}.sock")
+    else:
+        where = {"host": urlsplit(actor.lease.url).hostname, "transport": transport}
+        told = await c.engines.call("actor", 0, "reserve", where, job_id=f"reserve-{tag}")
+        address = told["address"]
+    return WeightSource(
+        version=c.version, transport=transport, address=address, store=store, delta=c.recipe.weights.delta
+    )
+
+
 async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     """Publishes the current version from the actor, has these rollout engines load it and compares what they serve.
 
@@ -96,29 +118,25 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     """
     spec, deadline = c.recipe.weights, c.recipe.deadlines.sync
     tag = f"{c.version}-{c.attempt}-{next(c.sync_numbers)}"
-    if spec.transport == "shm":
-        # One address for the campaign: the publisher reuses its memory from version to version.
-        address = str(Path(tempfile.gettempdir()) / f"headrace-{xxhash.xxh3_64_hexdigest(c.url.encode())}.sock")
-        source = WeightSource(version=c.version, transport="shm", address=address)
-    else:
-        source = WeightSource(version=c.version, transport="store", address=f"weights/v{c.version:06d}", store=c.url)
+    receivers = await asyncio.gather(*(c.engines.client("rollout", index) for index in rollouts))
+    source = await _source(c, tag, [client.lease for client in receivers])
     publish = {
         "version": c.version,
-        "transport": spec.transport,
+        "transport": source.transport,
         "address": source.address,
         "store": source.store,
-        "receivers": len(rollouts),
+        "receivers": len(rollouts) * placement.workers(c.recipe),
         "partition_bytes": spec.partition_mb << 20,
+        "delta": spec.delta,
         "deadline_s": deadline,
     }
     load = {"source": source.model_dump(), "deadline_s": deadline}
-    receivers = await asyncio.gather(*(c.engines.client("rollout", index) for index in rollouts))
     try:
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(
                 c.engines.call("actor", 0, "publish", publish, job_id=f"publish-{tag}", deadline_s=deadline)
             )
-            if spec.transport == "store":
+            if source.transport == "store":
                 await sending
             loading = [
                 tasks.create_task(
