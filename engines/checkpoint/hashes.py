@@ -19,8 +19,8 @@ Hashing = Literal["xxh3", "sums"]
 
 _ROW = 8192
 """Words of a row: 64 KiB."""
-_CHUNK = 256
-"""Rows that are multiplied at a time, so that the product takes 16 MiB."""
+_CHUNK = 1024
+"""Rows that are multiplied at a time, so that the product takes 64 MiB."""
 
 
 def hashing_of(device: torch.device) -> Hashing:
@@ -43,6 +43,8 @@ def hash_of(data: Tensor, hashing: Hashing) -> str:
 
 def row_sums(data: Tensor) -> Tensor:
     """int64 [rows] on the CPU: the weighted sum of each row of a uint8 tensor [n]; the last row may be short."""
+    if data.numel() < 8:
+        return torch.zeros(1, dtype=torch.int64)
     words = data[: data.numel() // 8 * 8].view(torch.int64)
     weights = _weights(data.device)
     whole = words.numel() // _ROW

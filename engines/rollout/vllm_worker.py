@@ -44,7 +44,7 @@ class HeadraceWorker:
                     device=str(worker.device),
                     settle=loading.settle,
                 )
-                loading.finish(worker.model_runner.model_config, served.version)
+                loading.finish(worker.vllm_config.model_config, served.version)
             except WeightError as error:
                 return {"error": str(error), "spoiled": loading.begun}
         if worker.vllm_config.lora_config is not None:

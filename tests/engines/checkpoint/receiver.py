@@ -1,6 +1,6 @@
 """A receiver in a process of its own: pulls, writes what it got, says what it serves, or why not.
 
-options: source, out, rank; deadline_s; hold = name of the tensor at which it says so and waits. Then it pulls from any
+options: source, out, rank; deadline_s, device; hold = name of the tensor at which it says so and waits. Then it pulls from any
 source that it is told, into the same file.
 """
 
@@ -26,8 +26,9 @@ def sink(name: str, tensor: torch.Tensor) -> None:
 
 def take(source: WeightSource) -> None:
     got.clear()
+    limits = {"deadline_s": options.get("deadline_s", 20), "device": options.get("device", "cpu")}
     try:
-        served = pull(source, sink, deadline_s=options.get("deadline_s", 20), rank=options["rank"])
+        served = pull(source, sink, rank=options["rank"], **limits)
     except WeightError as error:
         pipe.send(error)
     else:

@@ -1,6 +1,6 @@
 """A publisher in a process of its own: says its address (where it chose it), then its manifest, or why not.
 
-options: model, transport, version; address (none: it reserves a port of ``host``); receivers, deadline_s, delta; hold =
+options: model, transport, version; address (none: it reserves a port of ``host``); receivers, deadline_s, delta, device; hold =
 name of the tensor at which it says so and waits. Then it publishes the next version from any file that it is told.
 """
 
@@ -37,6 +37,7 @@ def send(path: str, version: int) -> None:
             receivers=options.get("receivers", 1),
             partition_bytes=4096,
             delta=options.get("delta", False),
+            device=options.get("device", "cpu"),
             deadline_s=options.get("deadline_s", 20),
         )
     except WeightError as error:
