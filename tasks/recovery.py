@@ -17,6 +17,7 @@ from prefect.logging import get_run_logger
 from headrace.blocks.lease import Lease
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.weights import Served, WeightSource
+from headrace.engines.experience.store import Store
 from headrace.engines.rpc.client import EngineClient
 from headrace.tasks import placement
 
@@ -156,5 +157,31 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
                 f"was published with digest {digest}. Nothing was trained on it. Look at the log of its engine host; "
                 f"starting the campaign again loads the weights again"
             )
+    trained = c.trained()[c.version - 1] if c.version else None
+    record_version(c.store, c.version, digest, trained)
+    for index in rollouts:
         c.engines.serving[index] = c.version
     return served
+
+
+def version_path(version: int) -> str:
+    """Where it is kept which weights a version was."""
+    return f"weights/v{version:06d}.json"
+
+
+def record_version(store: Store, version: int, digest: str, trained: Manifest | None) -> None:
+    """Keeps the digest of a version that is served, beside the train stage that made it.
+
+    Raises SyncMismatch when the version has the bits of the one before although its train stage moved the weights: the
+    trainer then published something else than what it trained.
+    """
+    before = version_path(version - 1)
+    moved = trained is not None and all(trained.metrics.get(name) for name in ("updates/done", "lr", "grad_norm"))
+    if moved and store.exists(before) and json.loads(store.get(before))["digest"] == digest:
+        raise SyncMismatch(
+            f"version {version} has the same bits as version {version - 1} (digest {digest}), but the train stage "
+            f"between them stepped the optimizer: what was published is not what was trained, or the learning rate is "
+            f"too small for the weights' dtype. Look at the actor's log; raise train.optim.lr"
+        )
+    made = {"version": version, "digest": digest, "trained": trained.key if trained else ""}
+    store.put(version_path(version), json.dumps(made).encode())

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.engines.checkpoint.carriers.base import Slots
+from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.link import Link
 
 _SPIN_S = 0.0002
@@ -44,7 +45,12 @@ def _agent(passive: bool) -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     api = import_module(f"{_package()}._api")
     config = api.nixl_agent_config(enable_prog_thread=passive, backends=["UCX"])
-    return api.nixl_agent(f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", config)
+    try:
+        return api.nixl_agent(f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", config)
+    except _failures() as error:
+        raise WeightError(
+            f"NIXL's UCX back end does not start here: {error}", advice="UCX_TLS and UCX_NET_DEVICES, or transport tcp"
+        ) from error
 
 
 @lru_cache(maxsize=4)

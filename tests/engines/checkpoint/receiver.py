@@ -1,7 +1,7 @@
 """A receiver in a process of its own: pulls, writes what it got, says what it serves, or why not.
 
-options: source, out, rank; deadline_s, device; hold = name of the tensor at which it says so and waits. Then it pulls from any
-source that it is told, into the same file.
+options: source, out, rank; deadline_s, device; hold = name of the tensor at which it says so and waits. Then it pulls
+from any source that it is told, into the same file.
 """
 
 from multiprocessing.connection import Connection

@@ -1,7 +1,7 @@
 """A publisher in a process of its own: says its address (where it chose it), then its manifest, or why not.
 
-options: model, transport, version; address (none: it reserves a port of ``host``); receivers, deadline_s, delta, device; hold =
-name of the tensor at which it says so and waits. Then it publishes the next version from any file that it is told.
+options: model, transport, version; address (none: it reserves a port of ``host``); receivers, deadline_s, delta;
+device; hold = name of the tensor at which it says so and waits. Then it publishes any file that it is told as the next.
 """
 
 from collections.abc import Iterator
