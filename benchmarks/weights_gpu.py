@@ -33,6 +33,8 @@ COPY_SHARE = 0.8
 VLLM_RATIO = 5.0
 """Bound: from pause to resume, against vLLM's own transfer."""
 SIZES = {
+    "0.5B": {"hidden": 896, "layers": 24, "kv": 128, "inter": 4864, "vocab": 151936},
+    "2.5B": {"hidden": 2560, "layers": 26, "kv": 512, "inter": 9728, "vocab": 49152},
     "1.57B": {"hidden": 1536, "layers": 32, "kv": 256, "inter": 8960, "vocab": 49152},
     "8B": {"hidden": 4096, "layers": 36, "kv": 1024, "inter": 12288, "vocab": 151936},
 }

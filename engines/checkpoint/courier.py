@@ -48,6 +48,9 @@ class _Peer:
 
     def __init__(self, connection: socket.socket, deadline_s: float) -> None:
         self._socket, self._deadline_s = connection, deadline_s
+        self._bulk = connection.dup()
+        """For partitions: sent by a thread in one call, not in the event loop piece by piece."""
+        self._bulk.settimeout(deadline_s)
         self.name = "a receiver that had not joined"
         self.spoke = False
         self.joined: Message = {}
@@ -63,7 +66,8 @@ class _Peer:
         carrier.welcome(self._socket)
 
     async def send_bytes(self, data: memoryview) -> None:
-        await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(self._socket, data), self._deadline_s)
+        """A partition's bytes; raises TimeoutError when they were not taken within the deadline."""
+        await asyncio.to_thread(self._bulk.sendall, data)
 
     async def send(self, kind: str, **content: Any) -> None:
         sending = asyncio.get_running_loop().sock_sendall(self._socket, encode(kind, **content))
@@ -100,6 +104,9 @@ class _Peer:
         return data
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a thread that still sends
+        self._bulk.close()
         self._socket.close()
 
 

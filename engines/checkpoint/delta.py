@@ -38,9 +38,9 @@ def find_changes(base: np.ndarray, fresh: np.ndarray, word: int) -> tuple[np.nda
     at = np.flatnonzero(old != new)  # eight bytes at a time: changes are few
     if at.size * (2 + word) > _WORTH * len(fresh):
         return None
-    changed = new[at].view(kind).reshape(-1, 8 // word)
-    rows, columns = np.nonzero(changed != old[at].view(kind).reshape(-1, 8 // word))
-    index, values = at[rows] * (8 // word) + columns, changed[rows, columns]
+    changed, each = new[at].view(kind), 8 // word
+    inner = np.flatnonzero(changed != old[at].view(kind))
+    index, values = at[inner // each] * each + inner % each, changed[inner]
     if wide < len(fresh):
         old, new = base[wide:].view(kind), fresh[wide:].view(kind)
         rest = np.flatnonzero(old != new)

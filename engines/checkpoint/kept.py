@@ -105,8 +105,9 @@ class StoreSender:
         head = len(self._headers[partition.index])
         return self._memory[partition.index % 2][head : head + partition.nbytes]
 
-    def send(self, partition: Partition) -> None:
-        self._under_way.append(self._pool.submit(self._keep, partition))
+    def send(self, partition: Partition, found: str | None) -> None:
+        assert found is not None
+        self._under_way.append(self._pool.submit(self._keep, partition, found))
 
     def _file(self, partition: Partition) -> memoryview:
         nbytes = len(self._headers[partition.index]) + partition.nbytes
@@ -118,10 +119,9 @@ class StoreSender:
         self._files.put(f"{self._address}/manifest.json", manifest.model_dump_json().encode())
         return manifest
 
-    def _keep(self, partition: Partition) -> str:
+    def _keep(self, partition: Partition, found: str) -> str:
         file, header = self._file(partition), self._headers[partition.index]
         file[: len(header)] = header
-        found = xxhash.xxh3_128_hexdigest(file[len(header) :])
         if self._earlier and (self._earlier.plan != self._plan or self._earlier.hashes[partition.index] != found):
             raise WeightError(
                 f"{self._files.url}/{self._address} is committed already, with other content; a version never changes",

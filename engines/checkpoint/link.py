@@ -34,8 +34,10 @@ class Link:
         found, self._descriptor = self._descriptor, None
         return found
 
-    def error(self, what: str, advice: str = "") -> WeightError:
-        return WeightError(what, version=self._source.version, rank=self._rank, partition=self.index, advice=advice)
+    def error(self, what: str, advice: str = "", partition: int | None = None) -> WeightError:
+        """partition: the one that it is about, where that is not the one that is waited for."""
+        at = self.index if partition is None else partition
+        return WeightError(what, version=self._source.version, rank=self._rank, partition=at, advice=advice)
 
     def send(self, kind: str, **content: Any) -> None:
         try:

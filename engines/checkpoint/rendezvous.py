@@ -21,8 +21,6 @@ from headrace.engines.checkpoint.errors import WeightError
 _IN_MOVED_TO, _IN_CREATE, _IN_CLOEXEC, _IN_NONBLOCK = 0x80, 0x100, 0o2000000, 0o4000
 
 
-_BUFFER = 4 << 20
-"""Bytes that the kernel may hold of a TCP connection's data, each way."""
 _AGAIN_S = 0.1
 _reserved: dict[str, socket.socket] = {}
 
@@ -52,11 +50,9 @@ def parse_address(address: str) -> tuple[str, int, str]:
 
 
 def tune(connection: socket.socket) -> None:
-    """Small messages at once, partitions in large pieces."""
+    """Small messages leave at once. Buffers are left to the kernel, which lets them grow further than a caller may."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for side in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            connection.setsockopt(socket.SOL_SOCKET, side, _BUFFER)
 
 
 def listen(address: str, version: int, *, local: bool) -> socket.socket:

@@ -21,7 +21,7 @@ from headrace.engines.checkpoint.courier import Courier
 from headrace.engines.checkpoint.delta import Kept, kept_for
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Release
-from headrace.engines.checkpoint.hashes import Hashing, hash_of, hashing_of
+from headrace.engines.checkpoint.hashes import Hashing, hashing_of
 from headrace.engines.checkpoint.rendezvous import listen, unlisten
 
 T = TypeVar("T")
@@ -103,16 +103,16 @@ class StreamSender:
         self._ask(self._courier.free(partition.index))
         return self._slot(partition)
 
-    def send(self, partition: Partition) -> None:
+    def send(self, partition: Partition, found: str | None) -> None:
         if self._kept is not None:
+            assert found is not None  # changes are found in host memory only
             fresh = self._fresh[: partition.nbytes]
-            found = hash_of(fresh, self._hashing)
             self._ask(self._courier.free(partition.index))
             slot = self._slot(partition)
             form, nbytes = self._kept.give(partition, fresh, found, slot, self._courier.shared)
             self._announce(self._courier.announce(partition, slot[:nbytes], form, found))
         else:
-            self._announce(self._courier.announce(partition, self._slot(partition), "full", None))
+            self._announce(self._courier.announce(partition, self._slot(partition), "full", found))
 
     def commit(self) -> WeightManifest:
         if self._announcing is not None:

@@ -83,11 +83,20 @@ class _Pull:
         """Returns the digest of what came."""
         link = self._link
 
-        def use(step: tuple[Partition, Tensor]) -> None:
-            assembler.feed(*step)
-            link.send("ack", index=step[0].index)
+        def use(step: tuple[Partition, Tensor, str]) -> None:
+            partition, data, announced = step
+            found = hash_of(data, self._hashing)
+            if found != announced:
+                raise link.error(
+                    f"its hash is {found}, the publisher's is {announced}",
+                    "publish the version again",
+                    partition.index,
+                )
+            self.hashes.append(found)
+            assembler.feed(partition, data)
+            link.send("ack", index=partition.index)
 
-        overlap(self._verified(), use, link.fail, None)
+        overlap(self._fetched(), use, link.fail, None)
         link.index = None
         digest = digest_of_hashes(self.hashes)
         if (told := link.receive("commit")["digest"]) != digest:
@@ -98,20 +107,14 @@ class _Pull:
             self._kept.commit(self.hashes)
         return digest
 
-    def _verified(self) -> Iterator[tuple[Partition, Tensor]]:
+    def _fetched(self) -> Iterator[tuple[Partition, Tensor, str]]:
+        """Each partition with its bytes and the publisher's hash of them."""
         for partition in self.plan.partitions:
             self._link.index = partition.index
             ready = self._link.receive("ready")
             if ready["index"] != partition.index:
                 raise self._link.error(f"partition {ready['index']} came instead")
-            data = self._data(partition, ready)
-            found = hash_of(data, self._hashing)
-            if found != ready["hash"]:
-                raise self._link.error(
-                    f"its hash is {found}, the publisher's is {ready['hash']}", "publish the version again"
-                )
-            self.hashes.append(found)
-            yield partition, data
+            yield partition, self._data(partition, ready), ready["hash"]
 
     def _data(self, partition: Partition, ready: dict[str, Any]) -> Tensor:
         """The partition's bytes, however they were sent."""
