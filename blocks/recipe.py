@@ -146,7 +146,7 @@ class Checkpoint(Strict):
     every: int = Field(10, ge=1)
     """Iterations between two checkpoints."""
     keep: int = Field(1, ge=1)
-    """Checkpoints kept; older ones are deleted once a newer one is complete."""
+    """Checkpoints kept; older ones are deleted once a newer one is complete. One with a file PINNED in it stays."""
 
 
 class Weights(Strict):

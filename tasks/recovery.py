@@ -39,6 +39,16 @@ def checkpoints(c: "Campaign") -> list[int]:
     return sorted(int(p.parent.name.removeprefix("step-")) for p in c.folder.glob("checkpoints/step-*/COMPLETE"))
 
 
+PINNED = "PINNED"
+"""A file of this name in a checkpoint's folder keeps it for ever."""
+
+
+def expired(folder: Path, keep: int) -> list[Path]:
+    """Folders of complete checkpoints that are to be deleted: all but the last ``keep``; pinned ones do not count."""
+    complete = sorted(marker.parent for marker in folder.glob("checkpoints/step-*/COMPLETE"))
+    return [path for path in complete if not (path / PINNED).exists()][:-keep]
+
+
 async def restore_actor(c: "Campaign", client: EngineClient) -> None:
     """Brings a trainer to the end of what the campaign has trained."""
     log = get_run_logger()

@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,8 @@ class FSDP2Engine:
         """Content key of the last train job; empty before the first."""
         self.kl_coefficient: float | None = None
         """Of an adaptive controller; None before its first update."""
+        self.saving: Future[Any] | None = None
+        """What is being written in the background."""
         self.reference = self._load(self._dtype, frozen=True) if spec.reference else None
         self._start()
 
@@ -113,6 +117,10 @@ class FSDP2Engine:
     def save(self, path: Path, cursor: int) -> None:
         """See ``ModelEngine``."""
         state.save(self, path, cursor)
+
+    def settle(self) -> None:
+        """See ``ModelEngine``."""
+        state.settle(self)
 
     def load(self, path: Path | None) -> int:
         """See ``ModelEngine``."""

@@ -1,4 +1,4 @@
-"""Whatever way the weights take, the campaign trains the same model: real engines, every transport that runs on CPUs."""
+"""Whatever way the weights take, the campaign trains the same model: real engines, all transports of CPUs."""
 
 import hashlib
 import json
