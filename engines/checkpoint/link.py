@@ -20,6 +20,8 @@ class Link:
         self._source, self.deadline_s, self._rank = source, deadline_s, rank
         self.index: int | None = None
         """The partition that is waited for, for errors."""
+        self.gave_up: WeightError | None = None
+        """Why the publisher ended this; it may write its slots anew from then on."""
         self._socket, self._descriptor = connect(source, deadline_s, self.error)
         self._out = self._socket.dup()  # sends and receives are in different threads, with timeouts of their own
 
@@ -57,7 +59,8 @@ class Link:
             except ValueError as error:
                 raise self.error(f"the publisher at {self.where} sent no message: {error}") from error
             if message["kind"] == "abort":
-                raise self.error(f"the publisher gave up: {message['reason']}", "see the trainer's log")
+                self.gave_up = self.error(f"the publisher gave up: {message['reason']}", "see the trainer's log")
+                raise self.gave_up
             if message["kind"] == kind:
                 return message
             if message["kind"] != "alive":

@@ -87,7 +87,7 @@ class _Pull:
             partition, data, announced = step
             found = hash_of(data, self._hashing)
             if found != announced:
-                raise link.error(
+                raise link.gave_up or link.error(
                     f"its hash is {found}, the publisher's is {announced}",
                     "publish the version again",
                     partition.index,
