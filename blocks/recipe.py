@@ -202,16 +202,25 @@ class Checkpoint(Strict):
     every: int = Field(10, ge=1)
     """Iterations between two checkpoints."""
     keep: int = Field(1, ge=1)
-    """Checkpoints kept; older ones are deleted once a newer one is complete."""
+    """Checkpoints kept; older ones are deleted once a newer one is complete. One with a file PINNED in it stays."""
 
 
 class Weights(Strict):
     """How weights travel from the actor to the rollout engines."""
 
-    transport: Literal["shm", "store"] = "shm"
-    """shm: shared memory, actor and rollout on one machine; store: safetensors partitions in the campaign's store."""
+    transport: Literal["auto", "shm", "cuda-ipc", "tcp", "nixl", "gloo", "nccl", "store"] = "auto"
+    """auto = by placement: on one machine shm (between GPUs cuda-ipc, nccl when the pools differ), else tcp (between
+    GPUs nixl). store: safetensors partitions in the campaign's store."""
     partition_mb: int = Field(32, ge=1, le=4096)
     """Size of one partition, MiB. Each side holds at most two."""
+    delta: bool = False
+    """Send only what changed. Costs one copy of the weights in host memory on each side; for shm, tcp, nixl on CPUs."""
+
+    @model_validator(mode="after")
+    def _useful(self) -> "Weights":
+        if self.delta and self.transport in ("store", "cuda-ipc", "nccl"):
+            raise ValueError(f"delta has no effect under transport: {self.transport}; remove it, or choose tcp or shm")
+        return self
 
 
 class Deadlines(Strict):
@@ -279,6 +288,11 @@ class Recipe(Strict):
             )
         if self.roles.reference is not None and not self.needs_reference:
             problems.append("roles.reference has no effect: the algorithm uses no KL to a reference model")
+        gpus = self.roles.actor.gpus and self.roles.rollout.gpus
+        if self.weights.transport in ("cuda-ipc", "nccl") and not gpus:
+            problems.append(f"weights.transport: {self.weights.transport} needs GPUs for actor and rollout")
+        if self.weights.delta and gpus and self.weights.transport in ("auto", "nixl"):
+            problems.append("weights.delta has no effect between GPUs: remove it, or choose transport: tcp or shm")
         backend = self.rollout.backend
         if (
             isinstance(backend, VLLMRollout)

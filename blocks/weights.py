@@ -4,6 +4,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+Transport = Literal["shm", "cuda-ipc", "tcp", "nixl", "gloo", "nccl", "store"]
+"""How the bytes of a version travel; see docs/weights.md."""
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,8 +52,14 @@ class WeightManifest(_Frozen):
     version: int
     train_step: int
     plan: Plan
+    parent: int | None = None
+    """The version that was published before it; None for the first of a publisher."""
+    producer: str = ""
+    """Who published it: host and process."""
+    hashing: Literal["xxh3", "sums"] = "xxh3"
+    """How partitions are hashed; see ``headrace.engines.checkpoint.hashes``."""
     hashes: list[str]
-    """xxh3-128 of each partition's bytes, as hex, in order."""
+    """Hash of each partition's bytes, as hex, in order."""
     digest: str
     """xxh3-128 over the concatenated binary partition hashes: the name of the weights' content."""
 
@@ -59,11 +68,14 @@ class WeightSource(_Frozen):
     """Where a receiver pulls a version from."""
 
     version: int
-    transport: Literal["shm", "store"]
+    transport: Transport
     address: str
-    """shm: path of the publisher's unix socket; store: path of the version's folder below the store's root."""
+    """shm, cuda-ipc: path of the publisher's unix socket; store: path of the version's folder below the store's root;
+    all others: ``host:port#secret`` as ``reserve`` of the checkpoint engine gave it."""
     store: str = ""
     """URL of the store (transport ``store``)."""
+    delta: bool = False
+    """Keep what arrives in host memory, so that the next version can come as what changed."""
 
 
 class Adapter(_Frozen):
@@ -82,5 +94,8 @@ class Served(_Frozen):
     version: int
     digest: str
     nbytes: int = 0
+    """Size of the version."""
+    wire_nbytes: int = 0
+    """Bytes that travelled for it; less than ``nbytes`` where only changes were sent."""
     seconds: float = 0.0
     pause_seconds: float = 0.0

@@ -9,13 +9,17 @@ import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import xxhash
 from prefect.logging import get_run_logger
 
+from headrace.blocks.lease import Lease
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.weights import Served, WeightSource
+from headrace.engines.experience.store import Store
 from headrace.engines.rpc.client import EngineClient
+from headrace.tasks import placement
 
 if TYPE_CHECKING:
     from headrace.tasks.campaign import Campaign
@@ -33,6 +37,16 @@ def checkpoint_folder(c: "Campaign", step: int) -> Path:
 def checkpoints(c: "Campaign") -> list[int]:
     """Steps that have complete trainer state, ascending."""
     return sorted(int(p.parent.name.removeprefix("step-")) for p in c.folder.glob("checkpoints/step-*/COMPLETE"))
+
+
+PINNED = "PINNED"
+"""A file of this name in a checkpoint's folder keeps it for ever."""
+
+
+def expired(folder: Path, keep: int) -> list[Path]:
+    """Folders of complete checkpoints that are to be deleted: all but the last ``keep``; pinned ones do not count."""
+    complete = sorted(marker.parent for marker in folder.glob("checkpoints/step-*/COMPLETE"))
+    return [path for path in complete if not (path / PINNED).exists()][:-keep]
 
 
 async def restore_actor(c: "Campaign", client: EngineClient) -> None:
@@ -94,6 +108,25 @@ def complete_ledger(c: "Campaign", trained: list[Manifest]) -> None:
         record_groups(c, last.step, Manifest.model_validate(params["advantage"]), last.key)
 
 
+async def _source(c: "Campaign", tag: str, rollouts: list[Lease]) -> WeightSource:
+    """Where the rollout engines pull the current version from."""
+    actor = await c.engines.client("actor", 0)
+    transport = placement.transport_for(c.recipe, actor.lease, rollouts)
+    store = ""
+    if transport == "store":
+        address, store = f"{c.weights_folder}/v{c.version:06d}", c.url
+    elif transport in placement.LOCAL:
+        # One address for the campaign: the publisher reuses its memory from version to version.
+        address = str(Path(tempfile.gettempdir()) / f"headrace-{xxhash.xxh3_64_hexdigest(c.url.encode())}.sock")
+    else:
+        where = {"host": urlsplit(actor.lease.url).hostname, "transport": transport}
+        told = await c.engines.call("actor", 0, "reserve", where, job_id=f"reserve-{tag}")
+        address = told["address"]
+    return WeightSource(
+        version=c.version, transport=transport, address=address, store=store, delta=c.recipe.weights.delta
+    )
+
+
 async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     """Publishes the current version from the actor, has these rollout engines load it and compares what they serve.
 
@@ -103,31 +136,25 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     """
     spec, deadline = c.recipe.weights, c.recipe.deadlines.sync
     tag = f"{c.version}-{c.attempt}-{next(c.sync_numbers)}"
-    if spec.transport == "shm":
-        # One address for the campaign: the publisher reuses its memory from version to version.
-        address = str(Path(tempfile.gettempdir()) / f"headrace-{xxhash.xxh3_64_hexdigest(c.url.encode())}.sock")
-        source = WeightSource(version=c.version, transport="shm", address=address)
-    else:
-        source = WeightSource(
-            version=c.version, transport="store", address=f"{c.weights_folder}/v{c.version:06d}", store=c.url
-        )
+    receivers = await asyncio.gather(*(c.engines.client("rollout", index) for index in rollouts))
+    source = await _source(c, tag, [client.lease for client in receivers])
     publish = {
         "version": c.version,
-        "transport": spec.transport,
+        "transport": source.transport,
         "address": source.address,
         "store": source.store,
-        "receivers": len(rollouts),
+        "receivers": len(rollouts) * placement.workers(c.recipe),
         "partition_bytes": spec.partition_mb << 20,
+        "delta": spec.delta,
         "deadline_s": deadline,
     }
     load = {"source": source.model_dump(), "deadline_s": deadline}
-    receivers = await asyncio.gather(*(c.engines.client("rollout", index) for index in rollouts))
     try:
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(
                 c.engines.call("actor", 0, "publish", publish, job_id=f"publish-{tag}", deadline_s=deadline)
             )
-            if spec.transport == "store":
+            if source.transport == "store":
                 await sending
             loading = [
                 tasks.create_task(
@@ -147,5 +174,32 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
                 f"was published with digest {digest}. Nothing was trained on it. Look at the log of its engine host; "
                 f"starting the campaign again loads the weights again"
             )
+    if c.probed is None:
+        trained = c.trained()[c.version - 1] if c.version else None
+        record_version(c.store, c.version, digest, trained, c.weights_folder)
+    for index in rollouts:
         c.engines.serving[index] = c.version
     return served
+
+
+def version_path(version: int, folder: str = "weights") -> str:
+    """Where it is kept which weights a version was."""
+    return f"{folder}/v{version:06d}.json"
+
+
+def record_version(store: Store, version: int, digest: str, trained: Manifest | None, folder: str = "weights") -> None:
+    """Keeps the digest of a version that is served, beside the train stage that made it.
+
+    Raises SyncMismatch when the version has the bits of the one before although its train stage moved the weights: the
+    trainer then published something else than what it trained.
+    """
+    before = version_path(version - 1, folder)
+    moved = trained is not None and all(trained.metrics.get(name) for name in ("updates/done", "lr", "grad_norm"))
+    if moved and store.exists(before) and json.loads(store.get(before))["digest"] == digest:
+        raise SyncMismatch(
+            f"version {version} has the same bits as version {version - 1} (digest {digest}), but the train stage "
+            f"between them stepped the optimizer: what was published is not what was trained, or the learning rate is "
+            f"too small for the weights' dtype. Look at the actor's log; raise train.optim.lr"
+        )
+    made = {"version": version, "digest": digest, "trained": trained.key if trained else ""}
+    store.put(version_path(version, folder), json.dumps(made).encode())

@@ -6,7 +6,7 @@ import shutil
 
 from headrace.blocks.manifest import Manifest
 from headrace.tasks.campaign import current
-from headrace.tasks.recovery import checkpoint_folder, checkpoints, record_groups, train_job_path
+from headrace.tasks.recovery import checkpoint_folder, checkpoints, expired, record_groups, train_job_path
 from headrace.tasks.stage import run_job, stage
 
 CODE = "1"
@@ -56,8 +56,8 @@ async def checkpoint(step: int) -> None:
     if step not in checkpoints(c):
         params = {"path": str(checkpoint_folder(c, step)), "step": step, "cursor": c.cursor}
         await c.engines.call("actor", 0, "save", params, job_id=f"save-{step}-{c.attempt}")
-    for old in checkpoints(c)[: -c.recipe.checkpoint.keep]:
-        shutil.rmtree(checkpoint_folder(c, old))
+    for old in expired(c.folder, c.recipe.checkpoint.keep):
+        shutil.rmtree(old)
 
 
 @stage("export", "export")

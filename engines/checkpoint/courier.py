@@ -1,4 +1,4 @@
-"""The publisher's side of the shm transport's conversation: one task for each receiver, in one event loop.
+"""The publisher's side of the conversation with its receivers: one task for each, in one event loop.
 
 A receiver hears of partition i + 1 before it has acknowledged i, so that it can check one while it loads the other. A
 receiver that dies, or is silent beyond the deadline, is dropped; the others go on.
@@ -6,18 +6,23 @@ receiver that dies, or is silent beyond the deadline, is dropped; the others go 
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import xxhash
+from torch import Tensor
 
-from headrace.blocks.weights import Partition
+from headrace.blocks.weights import Partition, Plan
+from headrace.engines.checkpoint.carriers.base import Carrier
+from headrace.engines.checkpoint.delta import Form
 from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.checkpoint.hashes import hash_of, hashing_of
 from headrace.engines.checkpoint.messages import HEAD, Message, decode, encode, length
 from headrace.engines.checkpoint.plan import digest_of_hashes
-from headrace.engines.checkpoint.segment import Segment
+from headrace.engines.checkpoint.rendezvous import tune
 
 log = logging.getLogger(__name__)
 
@@ -25,18 +30,44 @@ _ALIVE_S = 1.0
 """Time between two signs of life; below any receiver's deadline."""
 
 
+_HELLO_S = 5.0
+"""For a stranger to say something."""
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A partition that lies in its slot."""
+
+    data: Tensor
+    form: Form
+    hash: str
+
+
 class _Peer:
     """One receiver."""
 
     def __init__(self, connection: socket.socket, deadline_s: float) -> None:
         self._socket, self._deadline_s = connection, deadline_s
+        self._bulk = connection.dup()
+        """For partitions: sent by a thread in one call, not in the event loop piece by piece."""
+        self._bulk.settimeout(deadline_s)
         self.name = "a receiver that had not joined"
         self.spoke = False
+        self.joined: Message = {}
         self.acknowledged = -1
         """Index of the last partition that it has loaded."""
 
-    def welcome(self, descriptor: int) -> None:
-        socket.send_fds(self._socket, [b"\0"], [descriptor])
+    async def welcome(self, secret: str, carrier: Carrier) -> None:
+        """Raises WeightError for somebody who does not know the address's secret."""
+        if secret:
+            said = await asyncio.wait_for(self._exactly(len(secret)), min(self._deadline_s, _HELLO_S))
+            if not hmac.compare_digest(said, secret.encode()):
+                raise WeightError("it does not know the secret of this address")
+        carrier.welcome(self._socket)
+
+    async def send_bytes(self, data: memoryview) -> None:
+        """A partition's bytes; raises TimeoutError when they were not taken within the deadline."""
+        await asyncio.to_thread(self._bulk.sendall, data)
 
     async def send(self, kind: str, **content: Any) -> None:
         sending = asyncio.get_running_loop().sock_sendall(self._socket, encode(kind, **content))
@@ -73,17 +104,35 @@ class _Peer:
         return data
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a thread that still sends
+        self._bulk.close()
         self._socket.close()
 
 
 class Courier:
     """Talks to all receivers, in an event loop of its own thread. Each has its task and its pace."""
 
-    def __init__(self, segment: Segment, offer: Message, partitions: int, receivers: int, deadline_s: float) -> None:
-        self._segment, self._offer, self._receivers, self._deadline_s = segment, offer, receivers, deadline_s
-        self._hashes: list[str] = []
+    def __init__(
+        self,
+        carrier: Carrier,
+        offer: Message,
+        plan: Plan,
+        receivers: int,
+        deadline_s: float,
+        secret: str = "",
+        base: str = "",
+    ) -> None:
+        self._carrier, self._offer, self._plan, self._receivers = carrier, offer, plan, receivers
+        self._deadline_s, self._secret, self._base = deadline_s, secret, base
+        self._ready: list[_Ready] = []
+        """Every announced partition; the slots of those before the last two hold others by now."""
+        self.shared = False
+        """Whether every receiver has the publisher's base, so that changes are enough."""
         self._digest = ""
-        self._partitions = partitions
+        self._partitions = len(plan.partitions)
+        self._begun = False
+        self._groups: dict[_Peer, Message] = {}
         self._living: set[_Peer] = set()
         self._lost: list[str] = []
         self._served = 0
@@ -103,12 +152,20 @@ class Courier:
         self._open = False
         accepting.cancel()
         await asyncio.gather(accepting, return_exceptions=True)
-        self._publisher_waits = False
         missing = self._receivers - len(self._living) - len(self._lost)
         if missing > 0:
             self._lost.append(f"{missing} of {self._receivers} did not come within {self._deadline_s:g} s")
             log.warning("weights go on without some receivers: %s", self._lost[-1])
         self._need_one()
+        peers = sorted(self._living, key=lambda peer: (peer.joined["rank"], peer.joined["pid"]))
+        self.shared = bool(self._base) and all(peer.joined["base"] == self._base for peer in peers)
+        held = [peer.joined["held"] for peer in peers]
+        told = await asyncio.to_thread(self._carrier.form, held, self._deadline_s)
+        self._groups = dict(zip(peers, told, strict=True)) if told else {}
+        self._begun = True
+        self._publisher_waits = False
+        await self._notify()
+        await asyncio.to_thread(self._carrier.join, self._deadline_s)
 
     async def free(self, index: int) -> None:
         """Waits until the slot of partition ``index`` may be written. Raises WeightError when nobody is left."""
@@ -117,21 +174,28 @@ class Courier:
         self._publisher_waits = False
         self._need_one()
 
-    async def announce(self, partition: Partition) -> None:
-        """Hashes a filled slot and tells everybody."""
-        self._hashes.append(await asyncio.to_thread(xxhash.xxh3_128_hexdigest, self._segment.slot(partition)))
+    async def announce(self, partition: Partition, data: Tensor, form: Form, found: str | None) -> None:
+        """Tells everybody of a filled slot.
+
+        data: what lies in it, uint8; found: the hash of the partition, None to have it made here.
+        """
+        if found is None:
+            found = await asyncio.to_thread(hash_of, data, hashing_of(data.device))
+        self._ready.append(_Ready(data, form, found))
         await self._notify()
+        if data.numel():
+            await asyncio.to_thread(self._carrier.spread, data, self._deadline_s)
 
     async def finish(self) -> list[str]:
         """Waits until every living receiver has confirmed the digest; returns the hashes."""
-        await self._until(lambda: len(self._hashes) == self._partitions)
-        self._digest = digest_of_hashes(self._hashes)
+        hashes = [ready.hash for ready in self._ready]
+        self._digest = digest_of_hashes(hashes)
         self._publisher_waits = True
         await self._notify()
         await self._until(lambda: not self._living)
-        if not self._served:
-            self._need_one()
-        return self._hashes
+        if self._served < (len(self._groups) if self._carrier.static else 1):
+            raise self._nobody()
+        return hashes
 
     async def abort(self, reason: str) -> None:
         """Tells the living, as far as they listen, and ends all."""
@@ -145,22 +209,25 @@ class Courier:
     async def _accept(self, listener: socket.socket) -> None:
         while True:
             connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            tune(connection)
             task = asyncio.create_task(self._serve(_Peer(connection, self._deadline_s)))
             self._tasks.add(task)
 
     async def _serve(self, peer: _Peer) -> None:
         try:
-            peer.welcome(self._segment.readable)
-            await peer.send("plan", **self._offer)
-            joined = await peer.receive("join")
+            await peer.welcome(self._secret, self._carrier)
+            await peer.send("plan", **self._offer, facts=self._carrier.facts())
+            peer.joined = joined = await peer.receive("join")
             peer.name = f"rank {joined['rank']} (process {joined['pid']})"
             if not self._open:
                 raise WeightError("it joined after the first partition")
             self._living.add(peer)
             await self._notify()
+            await self._next(peer, lambda: self._begun)
+            await peer.send("begin", group=self._groups.get(peer, {}))
             for index in range(self._partitions):
-                await self._next(peer, lambda index=index: len(self._hashes) > index)
-                await peer.send("ready", index=index, slot=index % 2, hash=self._hashes[index])
+                await self._next(peer, lambda index=index: len(self._ready) > index)
+                await self._tell(peer, index)
                 if index:
                     await self._acknowledged(peer, index - 1)
             await self._acknowledged(peer, self._partitions - 1)
@@ -178,6 +245,13 @@ class Courier:
             peer.close()
             self._living.discard(peer)
             await self._notify()
+
+    async def _tell(self, peer: _Peer, index: int) -> None:
+        ready = self._ready[index]
+        nbytes = ready.data.numel()
+        await peer.send("ready", index=index, slot=index % 2, hash=ready.hash, form=ready.form, nbytes=nbytes)
+        if nbytes and (content := self._carrier.bytes_for(ready.data)) is not None:
+            await peer.send_bytes(content)
 
     async def _acknowledged(self, peer: _Peer, index: int) -> None:
         if (await peer.receive("ack"))["index"] != index:
@@ -202,12 +276,16 @@ class Courier:
             await asyncio.wait_for(peer.send("abort", reason=f"this receiver was dropped: {why}"), 1)
 
     def _need_one(self) -> None:
-        if not self._living:
-            raise WeightError(
-                f"no receiver is left: {'; '.join(self._lost)}",
-                version=self._offer["version"],
-                advice="see the rollout engines' logs, then publish the version again",
-            )
+        lost = self._carrier.static and len(self._living) < len(self._groups)
+        if not self._living or lost:
+            raise self._nobody()
+
+    def _nobody(self) -> WeightError:
+        return WeightError(
+            f"{'a receiver of the group was lost' if self._living else 'no receiver is left'}: {'; '.join(self._lost)}",
+            version=self._offer["version"],
+            advice="see the rollout engines' logs, then publish the version again",
+        )
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with self._changed:

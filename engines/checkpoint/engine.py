@@ -1,19 +1,23 @@
 """Publish a weight version, pull a weight version: streaming, hashed, within two partitions of memory per side."""
 
+import os
+import socket
 import time
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
+import torch
 from torch import Tensor
 
-from headrace.blocks.weights import Plan, Served, WeightManifest, WeightSource
+from headrace.blocks.weights import Served, Transport, WeightManifest, WeightSource
+from headrace.engines.checkpoint.carriers.base import unusable
+from headrace.engines.checkpoint.carriers.names import ON_GPU
 from headrace.engines.checkpoint.errors import WeightError
-from headrace.engines.checkpoint.export import Export, Sender
+from headrace.engines.checkpoint.export import Export, Release, Sender
 from headrace.engines.checkpoint.kept import StoreSender, pull_store
-from headrace.engines.checkpoint.load import Expect, Sink
+from headrace.engines.checkpoint.load import Expect, Settle, Sink
 from headrace.engines.checkpoint.plan import PARTITION_BYTES, Meta, make_plan, wire_metas
-from headrace.engines.checkpoint.shm import ShmSender
-from headrace.engines.checkpoint.shm_pull import pull_shm
+from headrace.engines.checkpoint.stream import StreamSender
+from headrace.engines.checkpoint.stream_pull import pull_stream
 from headrace.engines.experience.files import StoreError
 
 
@@ -23,32 +27,55 @@ def publish(
     *,
     version: int,
     train_step: int,
-    transport: Literal["shm", "store"],
+    transport: Transport,
     address: str,
     store: str = "",
     receivers: int = 1,
     partition_bytes: int = PARTITION_BYTES,
     wire_dtype: str = "bfloat16",
+    parent: int | None = None,
+    delta: bool = False,
+    device: str = "cpu",
     deadline_s: float = 60.0,
 ) -> WeightManifest:
     """Sends ``tensors`` as weight version ``version`` and returns the manifest that commits it.
 
     tensors, metas: every tensor by its Hugging Face name, whole, in one order; floats are cast to ``wire_dtype``.
-    shm: waits for ``receivers`` receivers at the unix socket ``address``; goes on with those that came when the
-    deadline ends, and drops one that dies or is silent for ``deadline_s``. Two partitions of shared memory stay with
-    the process for the next version (``release`` gives them back). store: keeps the version below ``store`` in the
-    folder ``address``.
+    store: keeps the version below ``store`` in the folder ``address``. All other transports wait for ``receivers``
+    receivers at ``address`` (shm, cuda-ipc: a unix socket's path; else what ``reserve`` gave), go on with those that
+    came when the deadline ends, and drop one that dies or is silent for ``deadline_s`` (gloo, nccl: losing one ends the
+    publish). Two partitions of memory stay with the process for the next version (``release`` gives them back).
+    parent: the version before this one. delta: keep this version in host memory, and send only what changed since the
+    one that is kept to receivers that all have it. device: where the weights are; nixl's slots are there.
     deadline_s: the longest that one wait may take, in seconds. The iterator is always read to its end, so that other
     ranks which take part in its gathers are never left in one.
 
-    Memory: two partitions, and one tensor of the iterator. Raises WeightError; the version then does not exist.
+    Memory: two partitions, and one tensor of the iterator; with ``delta`` one copy of the version and one partition
+    more. Raises WeightError; the version then does not exist.
     """
     try:
         plan = make_plan(wire_metas(metas, wire_dtype), partition_bytes)
         if not plan.partitions:
             raise WeightError("there is no tensor to publish", version=version)
+        release = Release(plan, version, train_step, parent, f"{socket.gethostname()}:{os.getpid()}")
         export = Export(tensors, plan, wire_dtype, version)
-        with _sender(plan, version, train_step, transport, address, store, receivers, deadline_s) as sender:
+        where = _slots_on(transport, device, version)
+        sender: Sender
+        if transport == "store":
+            sender = StoreSender(release, store=store, address=address, deadline_s=deadline_s)
+        else:
+            sender = StreamSender(
+                release,
+                transport=transport,
+                address=address,
+                receivers=receivers,
+                device=where,
+                delta=delta,
+                deadline_s=deadline_s,
+            )
+        if delta and (transport == "store" or where.type != "cpu"):
+            raise WeightError(f"transport {transport} here has no delta", version=version, advice="delta off, or tcp")
+        with sender:
             export.run(sender)
             return sender.commit()
     except StoreError as error:
@@ -65,16 +92,20 @@ def pull(
     deadline_s: float = 60.0,
     expect: Expect | None = None,
     rank: int = 0,
+    device: str = "cpu",
+    settle: Settle | None = None,
 ) -> Served:
     """Streams a version into ``sink(name, tensor)`` and returns what arrived: the digest is computed from its bytes.
 
-    sink: gets every tensor, whole, on the CPU, in the wire dtype; the memory is read-only and only valid during the
-    call, so copy out of it. Each partition's hash is checked before its tensors are handed over.
+    sink: gets every tensor, whole, in the wire dtype, on the CPU (cuda-ipc, nccl, and nixl between GPUs: on the GPU);
+    the memory is read-only and only valid during the call, so copy out of it. Each partition's hash is checked before
+    its tensors are handed over. settle: called after the tensors of each partition; they are valid until then.
     deadline_s: the longest that one wait may take, in seconds; a receiver may come before its publisher.
     expect: name → (dtype, shape); anything else is refused before the first byte. rank: names this receiver in errors.
+    device: where this engine's weights are.
 
-    Memory: two partitions, and one tensor when that is larger than a partition. Raises WeightError; what was loaded
-    until then must not be served.
+    Memory: two partitions, and one tensor when that is larger than a partition; with ``source.delta`` one copy of the
+    version more. Raises WeightError; what was loaded until then must not be served.
     """
     began = time.monotonic()
     nbytes = 0
@@ -84,26 +115,24 @@ def pull(
         nbytes += tensor.nbytes
         sink(name, tensor)
 
-    receive = pull_shm if source.transport == "shm" else pull_store
     try:
-        digest = receive(source, counted, deadline_s, expect, rank)
+        if source.transport == "store":
+            digest = pull_store(source, counted, deadline_s, expect, rank, settle)
+            travelled = nbytes
+        else:
+            where = _slots_on(source.transport, device, source.version, rank)
+            digest, travelled = pull_stream(source, counted, deadline_s, expect, rank, where, settle)
     except StoreError as error:
         raise WeightError(str(error), version=source.version, rank=rank) from error
-    return Served(version=source.version, digest=digest, nbytes=nbytes, seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return Served(version=source.version, digest=digest, nbytes=nbytes, wire_nbytes=travelled, seconds=seconds)
 
 
-def _sender(
-    plan: Plan,
-    version: int,
-    train_step: int,
-    transport: str,
-    address: str,
-    store: str,
-    receivers: int,
-    deadline_s: float,
-) -> Sender:
-    if transport == "store":
-        return StoreSender(store, address, plan, version, train_step, deadline_s)
-    if transport == "shm":
-        return ShmSender(address, plan, version, train_step, receivers, deadline_s)
-    raise WeightError(f"there is no transport {transport!r}", version=version, advice="shm or store")
+def _slots_on(transport: str, device: str, version: int, rank: int | None = None) -> torch.device:
+    """Where the slots of this side lie. Raises WeightError when this process cannot use the transport."""
+    here = torch.device(device)
+    if why := unusable(transport, cuda=here.type == "cuda"):
+        raise WeightError(why, version=version, rank=rank)
+    if transport not in (*ON_GPU, "nixl") or here.type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if here.index is None else here.index)

@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 
+import torch
 import xxhash
 from pydantic import ValidationError
+from torch import Tensor
 
-from headrace.blocks.weights import Partition, Plan, WeightManifest, WeightSource
+from headrace.blocks.weights import Partition, WeightManifest, WeightSource
 from headrace.engines.checkpoint.errors import WeightError
-from headrace.engines.checkpoint.load import Assembler, Expect, Sink, check_expected, overlap
+from headrace.engines.checkpoint.export import Release
+from headrace.engines.checkpoint.load import Assembler, Expect, Settle, Sink, check_expected, overlap
 from headrace.engines.checkpoint.plan import check_plan, digest_of_hashes, dtype_named
 from headrace.engines.experience.files import Files, NotInStore, StoreError
 
@@ -80,49 +83,45 @@ def read_manifest(files: Files, address: str, version: int) -> WeightManifest | 
 class StoreSender:
     """Writes one partition while the next is exported, in two buffers. (An object store's client copies one more.)"""
 
-    def __init__(self, url: str, address: str, plan: Plan, version: int, train_step: int, deadline_s: float) -> None:
-        self._files, self._address = Files(url), address
-        self._plan, self._version, self._train_step, self._deadline_s = plan, version, train_step, deadline_s
-        self._earlier = read_manifest(self._files, address, version)
+    def __init__(self, release: Release, *, store: str, address: str, deadline_s: float) -> None:
+        self._files, self._address, self._deadline_s = Files(store), address, deadline_s
+        self._release, self._plan, self._version = release, release.plan, release.version
+        self._earlier = read_manifest(self._files, address, release.version)
         self._under_way: list[Future[str]] = []
 
     def __enter__(self) -> "StoreSender":
         self._headers = [_header(partition) for partition in self._plan.partitions]
         longest = max(len(head) + part.nbytes for head, part in zip(self._headers, self._plan.partitions, strict=True))
-        self._memory = [memoryview(bytearray(longest)) for _ in self._headers[:2]]
+        self._memory = [torch.empty(longest, dtype=torch.uint8) for _ in self._headers[:2]]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-keep")
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def buffer(self, partition: Partition) -> memoryview:
+    def buffer(self, partition: Partition) -> Tensor:
         if partition.index >= 2:
             self._hash(partition.index - 2)
-        return self._file(partition)[len(self._headers[partition.index]) :]
+        head = len(self._headers[partition.index])
+        return self._memory[partition.index % 2][head : head + partition.nbytes]
 
-    def send(self, partition: Partition) -> None:
-        self._under_way.append(self._pool.submit(self._keep, partition))
+    def send(self, partition: Partition, found: str | None) -> None:
+        assert found is not None
+        self._under_way.append(self._pool.submit(self._keep, partition, found))
 
     def _file(self, partition: Partition) -> memoryview:
-        return self._memory[partition.index % 2][: len(self._headers[partition.index]) + partition.nbytes]
+        nbytes = len(self._headers[partition.index]) + partition.nbytes
+        return self._memory[partition.index % 2].numpy().data[:nbytes]
 
     def commit(self) -> WeightManifest:
         hashes = [self._hash(index) for index in range(len(self._under_way))]
-        manifest = WeightManifest(
-            version=self._version,
-            train_step=self._train_step,
-            plan=self._plan,
-            hashes=hashes,
-            digest=digest_of_hashes(hashes),
-        )
+        manifest = self._earlier or self._release.manifest(hashes, "xxh3")
         self._files.put(f"{self._address}/manifest.json", manifest.model_dump_json().encode())
         return manifest
 
-    def _keep(self, partition: Partition) -> str:
+    def _keep(self, partition: Partition, found: str) -> str:
         file, header = self._file(partition), self._headers[partition.index]
         file[: len(header)] = header
-        found = xxhash.xxh3_128_hexdigest(file[len(header) :])
         if self._earlier and (self._earlier.plan != self._plan or self._earlier.hashes[partition.index] != found):
             raise WeightError(
                 f"{self._files.url}/{self._address} is committed already, with other content; a version never changes",
@@ -143,7 +142,9 @@ class StoreSender:
             ) from error
 
 
-def pull_store(source: WeightSource, sink: Sink, deadline_s: float, expect: Expect | None, rank: int) -> str:
+def pull_store(
+    source: WeightSource, sink: Sink, deadline_s: float, expect: Expect | None, rank: int, settle: Settle | None
+) -> str:
     """Streams a kept version into ``sink`` and returns the digest of what was read. Raises WeightError."""
     files = Files(source.store)
     manifest = read_manifest(files, source.address, source.version)
@@ -155,7 +156,7 @@ def pull_store(source: WeightSource, sink: Sink, deadline_s: float, expect: Expe
             advice="publish the version again",
         )
     check_expected(manifest.plan, expect)
-    assembler = Assembler(sink)
+    assembler = Assembler(sink, settle)
     hashes: list[str] = []
 
     def fetch() -> Iterator[tuple[Partition, memoryview]]:
@@ -179,7 +180,10 @@ def pull_store(source: WeightSource, sink: Sink, deadline_s: float, expect: Expe
             del data  # before the next one is read
 
     def use(step: tuple[Partition, memoryview]) -> None:
-        assembler.feed(*step)
+        partition, data = step
+        assembler.feed(
+            partition, torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+        )
         hashes.append(manifest.hashes[step[0].index])
 
     try:

@@ -13,7 +13,11 @@ from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.plan import dtype_named, metas_of
 
 Sink = Callable[[str, Tensor], None]
-"""Called once for every tensor, in the plan's order. The tensor is only valid during the call and is read-only."""
+"""Called once for every tensor, in the plan's order. The tensor is read-only and only valid until ``settle`` is called,
+or, where there is none, during the call."""
+
+Settle = Callable[[], None]
+"""Called when the tensors since its last call are about to become invalid: what was queued with them must be done."""
 
 Expect = Mapping[str, tuple[str, Sequence[int]]]
 """name → (dtype, shape) of what the receiver will take."""
@@ -67,22 +71,29 @@ def overlap(
 class Assembler:
     """Turns partitions, fed in order, into calls of the sink. Keeps one tensor: the one that spans partitions."""
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+    def __init__(self, sink: Sink, settle: Settle | None = None) -> None:
+        self._sink, self._settle = sink, settle
         self._open: Tensor | None = None
 
-    def feed(self, partition: Partition, data: memoryview) -> None:
-        """data: the partition's bytes, not used after the call."""
+    def feed(self, partition: Partition, data: Tensor) -> None:
+        """data: the partition's bytes, uint8 [nbytes], not used after the call."""
+        self._hand_over(partition, data)
+        if self._settle is not None:
+            self._settle()
+        if data.device.type != "cpu":
+            torch.cuda.current_stream(data.device).synchronize()  # what the sink queued still reads the bytes
+
+    def _hand_over(self, partition: Partition, data: Tensor) -> None:
         for piece in partition.slices:
             dtype = dtype_named(piece.dtype)
             total = dtype.itemsize * torch.Size(piece.shape).numel()
             if not total:
-                self._sink(piece.name, torch.empty(piece.shape, dtype=dtype))
+                self._sink(piece.name, torch.empty(piece.shape, dtype=dtype, device=data.device))
                 continue
-            view = torch.frombuffer(data, dtype=torch.uint8, offset=piece.offset, count=piece.nbytes)
+            view = data[piece.offset : piece.offset + piece.nbytes]
             if piece.nbytes < total:
                 if piece.start == 0:
-                    self._open = torch.empty(total, dtype=torch.uint8)
+                    self._open = torch.empty(total, dtype=torch.uint8, device=data.device)
                 if self._open is None:
                     raise WeightError(f"{piece.name} does not begin at its first byte", partition=partition.index)
                 self._open[piece.start : piece.start + piece.nbytes].copy_(view)

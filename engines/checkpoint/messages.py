@@ -1,8 +1,9 @@
-"""Control messages of the shm transport: JSON objects behind a length of four bytes, big-endian.
+"""Control messages between publisher and receivers: JSON objects behind a length of four bytes, big-endian.
 
-publisher → receiver: one byte that carries the descriptor of the memory, plan {version, slot_bytes, plan},
-ready {index, slot, hash}, alive, commit {digest}, abort {reason}.
-receiver → publisher: join {rank, pid}, ack {index}, done {digest}, abort {reason}.
+publisher → receiver: plan {version, transport, device, hashing, slot_bytes, plan, facts}, begin {group},
+ready {index, slot, hash, form, nbytes} (transport tcp: then the bytes), alive, commit {digest}, abort {reason}.
+receiver → publisher: join {rank, pid, base, held}, ack {index}, done {digest}, abort {reason}.
+Over TCP a receiver says the address's secret first; transport shm sends one byte with its memory's descriptor first.
 """
 
 import json

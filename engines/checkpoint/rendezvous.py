@@ -1,20 +1,81 @@
-"""Where publisher and receivers of one machine meet: a unix socket's path, which either side may come to first."""
+"""Where publisher and receivers meet; either side may come first.
+
+On one machine it is a unix socket's path. Between machines it is ``host:port#secret``: the port is reserved before the
+first publish and stays with the process, so that receivers can wait there, and only those who know the secret are
+answered.
+"""
 
 import ctypes
 import os
+import secrets
 import select
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from headrace.blocks.weights import WeightSource
+from headrace.engines.checkpoint.carriers.names import LOCAL
 from headrace.engines.checkpoint.errors import WeightError
 
 _IN_MOVED_TO, _IN_CREATE, _IN_CLOEXEC, _IN_NONBLOCK = 0x80, 0x100, 0o2000000, 0o4000
 
 
-def listen(address: str, version: int) -> socket.socket:
-    """A listening socket that appears under ``address`` in one step, so that whoever sees it can connect."""
+_AGAIN_S = 0.1
+_reserved: dict[str, socket.socket] = {}
+
+
+def reserve(host: str) -> str:
+    """``host:port#secret``: a free port of this process, by the name under which receivers reach this machine."""
+    listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+    listener.setblocking(False)
+    address = f"{host}:{listener.getsockname()[1]}#{secrets.token_hex(16)}"
+    _reserved[address] = listener
+    return address
+
+
+def unreserve(address: str) -> None:
+    """Gives the port back."""
+    if (listener := _reserved.pop(address, None)) is not None:
+        listener.close()
+
+
+def parse_address(address: str) -> tuple[str, int, str]:
+    """(host, port, secret) of ``host:port#secret``. Raises ValueError."""
+    place, _, secret = address.partition("#")
+    host, _, port = place.rpartition(":")
+    if not host or not secret:
+        raise ValueError(f"{place!r} is no address of a publisher: host:port#secret")
+    return host, int(port), secret
+
+
+def tune(connection: socket.socket) -> None:
+    """Small messages leave at once. Buffers are left to the kernel, which lets them grow further than a caller may."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def listen(address: str, version: int, *, local: bool) -> socket.socket:
+    """A listening socket. Raises WeightError when it cannot be had."""
+    if local:
+        return _listen_at_path(address, version)
+    if address not in _reserved:
+        raise WeightError(
+            f"{address.partition('#')[0]} was not reserved by this process", version=version, advice="reserve(host)"
+        )
+    return _reserved[address]
+
+
+def unlisten(listener: socket.socket, address: str, *, local: bool) -> None:
+    """After the receivers were gathered. A reserved port stays: the next version's receivers may come already."""
+    if local:
+        with suppress(FileNotFoundError):
+            os.unlink(address)
+        listener.close()
+
+
+def _listen_at_path(address: str, version: int) -> socket.socket:
+    """A socket that appears under ``address`` in one step, so that whoever sees it can connect."""
     listener = socket.socket(socket.AF_UNIX)
     listener.setblocking(False)
     try:
@@ -44,11 +105,40 @@ def listen(address: str, version: int) -> socket.socket:
     return listener
 
 
-def connect(address: str, deadline_s: float, failed: Callable[[str, str], WeightError]) -> tuple[socket.socket, int]:
-    """A connection that was welcomed, and the descriptor of the memory that came with the welcome.
+def connect(
+    source: WeightSource, deadline_s: float, failed: Callable[[str, str], WeightError]
+) -> tuple[socket.socket, int | None]:
+    """A connection to a publisher, and for shm the descriptor of the memory that came with its welcome.
 
     Waits for a publisher that does not listen yet. ``failed`` makes the error from what happened and what to try.
     """
+    if source.transport in LOCAL:
+        return _connect_at_path(source.address, source.transport == "shm", deadline_s, failed)
+    return _connect_to_port(source.address, deadline_s, failed), None
+
+
+def _connect_to_port(address: str, deadline_s: float, failed: Callable[[str, str], WeightError]) -> socket.socket:
+    end = time.monotonic() + deadline_s
+    try:
+        host, port, secret = parse_address(address)
+    except ValueError as error:
+        raise failed(str(error), "the address that reserve gave") from error
+    while True:
+        try:
+            link = socket.create_connection((host, port), max(end - time.monotonic(), 1e-3))
+            tune(link)
+            link.sendall(secret.encode())
+            return link
+        except OSError as error:
+            if time.monotonic() + _AGAIN_S >= end:
+                what = f"no publisher was reached at {host}:{port} for {deadline_s:g} s ({error})"
+                raise failed(what, "whether that host and port can be reached from here") from error
+        time.sleep(_AGAIN_S)
+
+
+def _connect_at_path(
+    address: str, welcomed: bool, deadline_s: float, failed: Callable[[str, str], WeightError]
+) -> tuple[socket.socket, int | None]:
     end = time.monotonic() + deadline_s
     folder = os.path.dirname(os.path.abspath(address))
     try:
@@ -63,6 +153,8 @@ def connect(address: str, deadline_s: float, failed: Callable[[str, str], Weight
             with suppress(OSError), short(address) as path:
                 link.settimeout(max(end - time.monotonic(), 1e-3))
                 link.connect(path)
+                if not welcomed:
+                    return link, None
                 welcome, descriptors, _, _ = socket.recv_fds(link, 1, 1)
                 if welcome and descriptors:
                     return link, descriptors[0]

@@ -110,7 +110,12 @@ class ModelEngine(Protocol):
         ...
 
     def save(self, path: Path, cursor: int) -> None:
-        """Writes model, optimizer, step, random state and data cursor; the folder appears complete or not at all."""
+        """Copies model, optimizer, step, random state and data cursor, and writes them in the background; the folder
+        appears complete or not at all."""
+        ...
+
+    def settle(self) -> None:
+        """Waits until what was saved is written. Raises BadState when it could not be."""
         ...
 
     def load(self, path: Path | None) -> int:

@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,8 @@ class FSDP2Engine:
         self.kl_coefficient: float | None = None
         """Of an adaptive controller; None before its first update."""
         self._probed: int | None = None
+        self.saving: Future[Any] | None = None
+        """What is being written in the background."""
         self.reference = self._load(self._dtype, frozen=True) if spec.reference else None
         self._start()
 
@@ -133,6 +137,10 @@ class FSDP2Engine:
     def save(self, path: Path, cursor: int) -> None:
         """See ``ModelEngine``."""
         state.save(self, path, cursor)
+
+    def settle(self) -> None:
+        """See ``ModelEngine``."""
+        state.settle(self)
 
     def load(self, path: Path | None) -> int:
         """See ``ModelEngine``."""

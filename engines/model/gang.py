@@ -22,6 +22,8 @@ class Gang:
     mesh: DeviceMesh
     store: Store
     """Of all ranks, for jobs and their outcomes."""
+    saving: dist.ProcessGroup | None = None
+    """All ranks on the CPU, for writing state while the other groups train; None = the default group."""
 
     def agree(self, value: bool) -> bool:
         """Rank 0's value, on every rank."""
@@ -52,4 +54,5 @@ def join(device: str, threads: int, timeout_s: float) -> Gang:
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return Gang(rank, size, place, init_device_mesh(device, (size,)), PrefixStore("jobs", store))
+    mesh, saving = init_device_mesh(device, (size,)), dist.new_group(backend="gloo")
+    return Gang(rank, size, place, mesh, PrefixStore("jobs", store), saving)

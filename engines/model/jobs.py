@@ -17,7 +17,9 @@ from headrace.algorithms.sums import finish_metrics
 from headrace.blocks.algorithms import Algorithm
 from headrace.blocks.manifest import Manifest, Part
 from headrace.blocks.recipe import Optim
-from headrace.engines.checkpoint import PARTITION_BYTES, publish
+from headrace.blocks.weights import Transport
+from headrace.engines.checkpoint import PARTITION_BYTES, WeightError, publish, reserve
+from headrace.engines.checkpoint.carriers.base import unusable
 from headrace.engines.experience import schema
 from headrace.engines.experience.store import Store
 from headrace.engines.model import columns
@@ -81,11 +83,13 @@ class PublishParams(_Params):
     """Job ``publish``: sends the weights as a version to the rollout engines."""
 
     version: int
-    transport: Literal["shm", "store"]
+    transport: Transport
     address: str
     store: str = ""
     receivers: int = 1
+    """Processes that pull."""
     partition_bytes: int = PARTITION_BYTES
+    delta: bool = False
     deadline_s: float
 
 
@@ -93,6 +97,14 @@ class ProbeParams(_Params):
     """Job ``probe``: other weights for a while, or the old ones again."""
 
     on: bool
+
+
+class ReserveParams(_Params):
+    """Job ``reserve``: the address of this trainer's publishes over a network."""
+
+    host: str
+    """The name of this machine among the receivers."""
+    transport: Transport
 
 
 class SaveParams(_Params):
@@ -121,12 +133,16 @@ class Jobs:
     def __init__(self, engine: FSDP2Engine) -> None:
         self.engine = engine
         self._last: Manifest | None = None
+        self._published: int | None = None
+        """Version of the last publish."""
+        self._address = ""
         self._methods: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "logprobs": lambda params: self.logprobs(LogprobsParams(**params)).model_dump(mode="json"),
             "advantage": lambda params: self.advantage(AdvantageParams(**params)).model_dump(mode="json"),
             "train": lambda params: self.train(TrainParams(**params)).model_dump(mode="json"),
             "publish": lambda params: self.publish(PublishParams(**params)),
             "probe": lambda params: self.probe(ProbeParams(**params)),
+            "reserve": lambda params: self.reserve(ReserveParams(**params)),
             "save": lambda params: self.save(SaveParams(**params)),
             "load": lambda params: self.load(LoadParams(**params)),
             "export": lambda params: self.export(ExportParams(**params)),
@@ -268,8 +284,11 @@ class Jobs:
             engine.metas(),
             train_step=engine.train_step or 0,
             wire_dtype=engine.spec.dtype,
+            parent=self._published,
+            device=str(engine.gang.device),
             **params.model_dump(),
         )
+        self._published = manifest.version
         seconds = time.perf_counter() - began
         return {
             "version": manifest.version,
@@ -282,6 +301,14 @@ class Jobs:
         """See ``ModelEngine.probe``."""
         self.engine.probe(params.on)
         return {"train_step": self.engine.train_step}
+
+    def reserve(self, params: ReserveParams) -> dict[str, Any]:
+        """One address for the life of this process. Raises WeightError when it cannot use the transport."""
+        if why := unusable(params.transport, cuda=self.engine.gang.device.type == "cuda"):
+            raise WeightError(why)
+        if self._first and not self._address:
+            self._address = reserve(params.host)
+        return {"address": self._address}
 
     def save(self, params: SaveParams) -> dict[str, Any]:
         """Raises StepRefused when the engine is not at the step that the state is asked for."""

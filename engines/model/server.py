@@ -39,6 +39,7 @@ def main() -> int:
             return 1
     else:
         crew.follow()
+    engine.settle()
     dist.destroy_process_group()
     return 0
 

@@ -1,8 +1,10 @@
-"""Trainer state on disk: sharded, atomic, readable by a gang of another size; and the export for other programs."""
+"""Trainer state on disk: sharded, atomic, written in the background, readable by a gang of another size; and the export
+for other programs."""
 
 import json
 import os
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict_loader as loader
 import torch.distributed.checkpoint.state_dict_saver as saver
 from huggingface_hub import save_torch_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 
 from headrace.engines.model.errors import BadState
 
@@ -22,30 +25,58 @@ COMPLETE = "COMPLETE"
 FORMAT = 1
 
 
+_writer = ThreadPoolExecutor(1, thread_name_prefix="trainer-state")
+
+
 def save(engine: "FSDP2Engine", path: Path, cursor: int) -> None:
-    """Writes into a temporary folder beside ``path``, puts the marker in last, and renames."""
+    """Copies the state and returns; threads write it into a temporary folder beside ``path``, put the marker in last,
+    and rename. ``settle`` waits for that; so does the next ``save`` or ``load``."""
+    settle(engine)
     temporary = path.with_name(f".{path.name}.tmp")
-    if engine.gang.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+    first = engine.gang.rank == 0
+    if first:
+        for stale in path.parent.glob(".*.tmp"):  # of trainers that were killed
+            shutil.rmtree(stale, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    saver.save(_tensors(engine), checkpoint_id=temporary)
-    if engine.gang.rank == 0:
-        facts = {
-            "format": FORMAT,
-            "train_step": engine.train_step,
-            "last_key": engine.last_key,
-            "kl_coefficient": engine.kl_coefficient,
-            "cursor": cursor,
-            "parameters": {name: list(p.shape) for name, p in engine.trained().weights.parameters.items()},
-        }
-        _write_synced(temporary / COMPLETE, json.dumps(facts).encode())
-        _place(temporary, path)
+    facts = {
+        "format": FORMAT,
+        "train_step": engine.train_step,
+        "last_key": engine.last_key,
+        "kl_coefficient": engine.kl_coefficient,
+        "cursor": cursor,
+        "parameters": {name: list(p.shape) for name, p in engine.trained().weights.parameters.items()},
+    }
+    group = engine.gang.saving
+    written = saver.async_save(_tensors(engine), checkpoint_id=temporary, process_group=group)
+    assert isinstance(written, Future)
+    # Rank 0 hears of the end of every rank's writing before its own ends.
+    engine.saving = _writer.submit(_complete, written, facts, temporary, path) if first else written
+
+
+def settle(engine: "FSDP2Engine") -> None:
+    """Returns when nothing is being written any more, on every rank. Raises BadState when it could not be written."""
+    saving, engine.saving = engine.saving, None
+    if saving is None:
+        return
+    try:
+        saving.result()
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise BadState(
+            f"the trainer's state could not be saved; what was saved before is untouched: {error}"
+        ) from error
     dist.barrier()
+
+
+def _complete(written: "Future[object]", facts: dict[str, Any], temporary: Path, path: Path) -> None:
+    written.result()
+    _write_synced(temporary / COMPLETE, json.dumps(facts).encode())
+    _place(temporary, path)
 
 
 def load(engine: "FSDP2Engine", path: Path) -> int:
     """Restores everything that ``save`` wrote; returns the data cursor. Raises BadState before anything has changed."""
+    settle(engine)
     marker = path / COMPLETE
     if not marker.is_file():
         raise BadState(f"{path} holds no complete trainer state: there is no file {COMPLETE} in it")

@@ -129,7 +129,8 @@ class TransformersEngine:
         expect = {name: (self._spec.dtype, list(tensor.shape)) for name, tensor in parameters.named_tensors()}
         self._served, self._broken = None, f"version {source.version} was not loaded completely"
         receipt = Receipt(parameters.assign)
-        served = pull(source, receipt, deadline_s=deadline_s, expect=expect)
+        device = str(self.decoder.device)
+        served = pull(source, receipt, deadline_s=deadline_s, expect=expect, device=device)
         receipt.verify(parameters.named_tensors(), source.version)
         self.decoder.refresh()
         if self._batch is not None:

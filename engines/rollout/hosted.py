@@ -205,13 +205,6 @@ class HostedEngine:
 
     async def load_weights(self, source: WeightSource, *, deadline_s: float) -> Served:
         """See ``RolloutEngine.load_weights``. Every worker pulls on its own; they must agree on the digest."""
-        if self._spec.gpus > 1 and source.transport == "shm":
-            raise WeightError(
-                f"{self.launch.name} has {self._spec.gpus} workers here, and transport shm counts one receiver for "
-                "each engine",
-                version=source.version,
-                advice="transport store",
-            )
         async with self._loading:
             self._served, self._broken = None, f"version {source.version} was not loaded completely"
             if self._spoiled:

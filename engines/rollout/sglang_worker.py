@@ -30,15 +30,28 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     begun = False
 
+    waiting: list[tuple[str, torch.Tensor]] = []
+
     def take(name: str, weights: torch.Tensor) -> None:
+        waiting.append((name, weights))
+
+    def settle() -> None:
+        # A partition at a time: each call of a model's loader lists all parameters first.
         nonlocal begun
         begun = True
-        model.load_weights([(name, weights)])
+        model.load_weights(waiting)
+        waiting.clear()
 
     try:
         wanted = {name: (dtype, shape) for name, (dtype, shape) in json.loads(expect).items()}
         served = pull(
-            WeightSource.model_validate_json(source), take, deadline_s=float(deadline_s), expect=wanted, rank=rank
+            WeightSource.model_validate_json(source),
+            take,
+            deadline_s=float(deadline_s),
+            expect=wanted,
+            rank=rank,
+            device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
+            settle=settle,
         )
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -32,7 +32,7 @@ class HeadraceWorker:
             model has been touched, so that this process must not serve any more.
         """
         worker: Any = self
-        loading = _Loading(worker.model_runner.get_model())
+        loading = _Loading(worker.model_runner.get_model(), worker.device)
         with set_current_vllm_config(worker.vllm_config):
             try:
                 wanted = {name: (dtype, shape) for name, (dtype, shape) in json.loads(expect).items()}
@@ -42,8 +42,10 @@ class HeadraceWorker:
                     deadline_s=float(deadline_s),
                     expect=wanted,
                     rank=worker.rank,
+                    device=str(worker.device),
+                    settle=loading.settle,
                 )
-                loading.finish(worker.model_runner.model_config, served.version)
+                loading.finish(worker.vllm_config.model_config, served.version)
             except WeightError as error:
                 return {"error": str(error), "spoiled": loading.begun}
             except Exception as error:  # vLLM's own, of a model that takes other weights than its folder says
@@ -54,20 +56,41 @@ class HeadraceWorker:
         return {"served": served.model_dump()}
 
 
-class _Loading:
-    """One load: vLLM's layer-wise reload, fed one tensor at a time."""
+_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+"""What vLLM does with these weights after loading: nothing, on a GPU."""
 
-    def __init__(self, model: Any) -> None:
+
+class _Loading:
+    """One load, fed one tensor at a time and passed on one partition at a time: each call of vLLM's loader lists all
+    parameters of the model first."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
         self._model = model
         self._loaded: set[str] = set()
+        self._waiting: list[tuple[str, torch.Tensor]] = []
+        methods = [getattr(module, "quant_method", None) for module in model.modules()]
+        latent = any(type(module).__name__ == "MLAAttention" for module in model.modules())
+        self._in_place = (
+            device.type == "cuda"
+            and not latent
+            and all(method is None or type(method).__name__ in _PLAIN for method in methods)
+        )
+        """Whether parameters are used as they are loaded; else vLLM's layer-wise reload prepares them again."""
         self.begun = False
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
+        # A layer-wise reload keeps what it is given until a layer is complete, longer than the tensor is valid.
+        self._waiting.append((name, tensor if self._in_place else tensor.clone()))
+
+    def settle(self) -> None:
+        """Loads what was taken since the last call."""
         if not self.begun:
             self.begun = True
-            initialize_layerwise_reload(self._model)
-        # vLLM keeps what it is given until a layer is complete, longer than the tensor is valid.
-        self._loaded |= self._model.load_weights([(name, tensor.clone())])
+            if not self._in_place:
+                initialize_layerwise_reload(self._model)
+        if self._waiting:
+            self._loaded |= self._model.load_weights(self._waiting)
+            self._waiting = []
 
     def finish(self, model_config: Any, version: int) -> None:
         """Raises WeightError when a parameter of the model was not loaded."""
@@ -78,6 +101,8 @@ class _Loading:
         if missing:
             what = f"vLLM loaded nothing into {len(missing)} parameters, first {min(missing)}"
             raise WeightError(what, version=version)
+        if self._in_place:
+            return
         finalize_layerwise_reload(self._model, model_config)
         _repack_tied_head(self._model)
 

@@ -1,6 +1,8 @@
 """A small model of every kind of tensor, and real processes at both ends of a transfer."""
 
+import ctypes
 import multiprocessing
+import os
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.blocks.weights import WeightSource
+from headrace.blocks.weights import Transport, WeightSource
 
 HERE = Path(__file__).parent
 Metas = list[tuple[str, str, list[int]]]
@@ -21,14 +23,31 @@ processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["pytest", "headrace.engines.checkpoint"])
 
 
+def enter(network: str) -> None:
+    """What ``ip netns exec`` does: the network, and a /sys that shows its devices."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{network}") as namespace:
+        done = libc.setns(namespace.fileno(), 0x40000000) == 0  # CLONE_NEWNET
+    done = done and libc.unshare(0x20000) == 0  # CLONE_NEWNS
+    done = done and libc.mount(b"", b"/", b"none", (1 << 19) | (1 << 14), None) == 0  # MS_SLAVE | MS_REC
+    done = done and libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None) == 0
+    assert done, os.strerror(ctypes.get_errno())
+
+
+def run(script: str, pipe: Any, options: dict[str, Any]) -> None:
+    """In the child: enters a network namespace (option ``network``) and sets variables (``env``) before the script."""
+    if network := options.pop("network", ""):
+        enter(network)
+    os.environ.update(options.pop("env", {}))
+    runpy.run_path(str(HERE / script), {"pipe": pipe, "options": options})
+
+
 class Child:
     """A process that runs a script of this folder; they talk through a pipe."""
 
     def __init__(self, script: str, options: dict[str, Any]) -> None:
         self._pipe, theirs = processes.Pipe()
-        self._process = processes.Process(
-            target=runpy.run_path, args=(str(HERE / script), {"pipe": theirs, "options": options})
-        )
+        self._process = processes.Process(target=run, args=(script, theirs, options))
         self._process.start()
         theirs.close()
 
@@ -44,6 +63,10 @@ class Child:
 
     def go_on(self) -> None:
         self._pipe.send("go on")
+
+    def do(self, what: Any) -> None:
+        """Gives it something more to do."""
+        self._pipe.send(what)
 
     def end(self) -> None:
         self._process.kill()
@@ -69,8 +92,9 @@ def start() -> Iterator[Start]:
 def start_receiver(start: Start, tmp_path: Path) -> Start:
     """``start_receiver(address, version, rank=0, **options) -> Child``; it writes ``got-<rank>.pt``."""
 
-    def one(address: str, version: int, rank: int = 0, **options: Any) -> Child:
-        source = WeightSource(version=version, transport="shm", address=address)
+    def one(address: str, version: int, rank: int = 0, transport: Transport = "shm", **options: Any) -> Child:
+        delta = options.pop("delta", False)
+        source = WeightSource(version=version, transport=transport, address=address, delta=delta)
         return start("receiver.py", source=source, out=tmp_path / f"got-{rank}.pt", rank=rank, **options)
 
     return one

@@ -1,6 +1,7 @@
 """A receiver in a process of its own: pulls, writes what it got, says what it serves, or why not.
 
-options: source, out, rank; deadline_s; hold = name of the tensor at which it says so and waits.
+options: source, out, rank; deadline_s, device; hold = name of the tensor at which it says so and waits. Then it pulls
+from any source that it is told, into the same file.
 """
 
 from multiprocessing.connection import Connection
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint import WeightError, pull
 
 pipe: Connection = globals()["pipe"]
@@ -22,10 +24,19 @@ def sink(name: str, tensor: torch.Tensor) -> None:
     got[name] = tensor.clone()
 
 
-try:
-    served = pull(options["source"], sink, deadline_s=options.get("deadline_s", 20), rank=options["rank"])
-except WeightError as error:
-    pipe.send(error)
-else:
-    torch.save(got, options["out"])
-    pipe.send(served)
+def take(source: WeightSource) -> None:
+    got.clear()
+    limits = {"deadline_s": options.get("deadline_s", 20), "device": options.get("device", "cpu")}
+    try:
+        served = pull(source, sink, rank=options["rank"], **limits)
+    except WeightError as error:
+        pipe.send(error)
+    else:
+        torch.save(got, options["out"])
+        pipe.send(served)
+
+
+take(options["source"])
+while (source := pipe.recv()) is not None:
+    options.pop("hold", None)
+    take(source)

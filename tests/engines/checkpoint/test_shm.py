@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.blocks.weights import WeightManifest, WeightSource
-from headrace.engines.checkpoint import WeightError, digest_of, publish, pull, release, segment
+from headrace.engines.checkpoint import WeightError, claims, digest_of, publish, pull, release
 
 PARTITION = 4096
 Publish = Callable[..., WeightManifest]
@@ -56,17 +56,17 @@ def test_two_receivers_get_every_bit(start_receiver, send: Publish, address: str
 
 
 def test_the_same_memory_serves_the_next_version_and_is_given_back(send: Publish, address: str, on_the_wire) -> None:
-    kept: list[segment.Segment] = []
+    kept: list[object] = []
     for version in (1, 2):
         got: dict[str, Tensor] = {}
         with ThreadPoolExecutor(1) as pool:
             pulled = pool.submit(pull_into, got, address, version)
             assert send(version).digest == pulled.result(20).digest
         assert same(got, on_the_wire)
-        kept.append(segment._segments[address])
+        kept.append(claims._carriers[address])
     assert kept[0] is kept[1]
     release(address)
-    assert address not in segment._segments
+    assert address not in claims._carriers
 
 
 def pull_into(got: dict[str, Tensor], address: str, version: int, **options: Any):

@@ -34,7 +34,12 @@ class Middle:
         self._listener.settimeout(20)
 
     def run(self) -> None:
-        publisher, descriptor = connect(self._back, 20, lambda what, advice: WeightError(what, advice=advice))
+        publisher, descriptor = connect(
+            WeightSource(version=1, transport="shm", address=self._back),
+            20,
+            lambda what, advice: WeightError(what, advice=advice),
+        )
+        assert descriptor is not None
         with self._listener, self._listener.accept()[0] as receiver, publisher:
             receiver.settimeout(20)
             publisher.settimeout(20)

@@ -36,6 +36,7 @@ def main() -> None:
             results.append(engine.load(Path(argument)))
         else:
             engine.export(Path(argument))
+    engine.settle()
     if gang.rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))
 

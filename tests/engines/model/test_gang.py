@@ -54,6 +54,7 @@ def test_state_moves_between_one_rank_and_two(run_gang: RunGang, tiny_model: Pat
     first, state, spec = tmp_path / "first", tmp_path / "state", {"model": str(tiny_model), **FLOAT32}
     engine = FSDP2Engine(EngineSpec.model_validate(spec), gang)
     engine.save(first, cursor=3)
+    engine.settle()
     before = engine.logprobs(random_samples(seed=9), "policy").tolist()
     actions = [("train", 7), ("load", str(first)), ("logprobs", 9), ("train", 0), ("save", str(state)), ("logprobs", 9)]
     _, cursor, loaded, _, logprobs = run_gang(actions, ranks=2, **spec)
@@ -69,7 +70,9 @@ def test_state_moves_between_one_rank_and_two(run_gang: RunGang, tiny_model: Pat
 
 def test_state_of_another_model_is_refused(make_model, tiny_model: Path, tmp_path: Path, gang: Gang) -> None:
     small = make_model(num_hidden_layers=1)
-    FSDP2Engine(EngineSpec(model=str(small)), gang).save(tmp_path / "state", 0)
+    other = FSDP2Engine(EngineSpec(model=str(small)), gang)
+    other.save(tmp_path / "state", 0)
+    other.settle()
     engine = FSDP2Engine(EngineSpec(model=str(tiny_model)), gang)
     with pytest.raises(BadState, match="another model"):
         engine.load(tmp_path / "state")
@@ -82,6 +85,19 @@ def test_saving_again_replaces_the_folder(tiny_model: Path, tmp_path: Path, gang
     engine.save(tmp_path / "state", 2)
     assert engine.load(tmp_path / "state") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_state_that_cannot_be_written_is_told_and_leaves_the_last_one(tiny_model: Path, tmp_path: Path, gang) -> None:
+    engine = FSDP2Engine(EngineSpec(model=str(tiny_model)), gang)
+    engine.save(tmp_path / "state", 1)
+    engine.settle()
+    (tmp_path / ".state.old").touch()  # in the way of the rename, which comes last
+    (tmp_path / ".killed.tmp").mkdir()
+    engine.save(tmp_path / "state", 2)
+    assert not (tmp_path / ".killed.tmp").exists()
+    with pytest.raises(BadState, match="could not be saved; what was saved before is untouched"):
+        engine.settle()
+    assert engine.load(tmp_path / "state") == 1
 
 
 def test_the_export_is_a_plain_hugging_face_folder(run_gang: RunGang, tiny_model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""The two sides of a transport, and which file implements them."""
+
+import socket
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.blocks.weights import Partition
+from headrace.engines.checkpoint.errors import WeightError
+
+if TYPE_CHECKING:
+    from headrace.engines.checkpoint.link import Link
+
+_FILES = {"shm": "shm", "cuda-ipc": "cuda_ipc", "tcp": "tcp", "nixl": "nixl", "gloo": "group", "nccl": "group"}
+
+
+class Carrier(Protocol):
+    """The publisher's side: two slots, kept from one publish to the next, because touched memory is faster."""
+
+    slot_bytes: int
+    static: bool
+    """The receivers are fixed once the first partition was sent: losing one ends the publish."""
+
+    def slot(self, index: int) -> Tensor:
+        """Slot 0 or 1, uint8 [slot_bytes]."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What a receiver has to know, as JSON; travels with the plan."""
+        ...
+
+    def welcome(self, connection: socket.socket) -> None:
+        """Before the plan is sent to a receiver: hands over what JSON cannot."""
+        ...
+
+    def form(self, held: list[str], deadline_s: float) -> list[dict[str, Any]]:
+        """Once the receivers are known: what to tell each before the first partition; [] for nothing.
+
+        held: what each receiver kept from an earlier group, in order.
+        """
+        ...
+
+    def join(self, deadline_s: float) -> None:
+        """While the receivers hear what ``form`` returned: meets them."""
+        ...
+
+    def spread(self, data: Tensor, deadline_s: float) -> None:
+        """After a partition was announced: sends the bytes to all receivers at once, where that is how they travel."""
+        ...
+
+    def bytes_for(self, data: Tensor) -> memoryview | None:
+        """What to send to each receiver on its own connection; None where bytes do not travel there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Intake(Protocol):
+    """The receiver's side of one pull."""
+
+    def form(self, told: dict[str, Any]) -> None:
+        """What ``Carrier.form`` said to this receiver; called before the first partition."""
+        ...
+
+    def fetch(self, link: "Link", slot: int, nbytes: int) -> Tensor:
+        """The bytes that lie in the publisher's slot, uint8 [nbytes]; valid until the next but one fetch."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def unusable(transport: str, *, cuda: bool) -> str:
+    """Why this process cannot use the transport; empty when it can. cuda: whether its weights are on a GPU."""
+    if transport in ("cuda-ipc", "nccl") and not (cuda and torch.cuda.is_available()):
+        return f"transport {transport} moves weights between GPUs, and this engine has none; choose auto, shm or tcp"
+    if transport == "nccl" and not torch.distributed.is_nccl_available():
+        return "this PyTorch was built without NCCL; choose cuda-ipc, nixl or tcp"
+    if transport == "gloo" and not torch.distributed.is_gloo_available():
+        return "this PyTorch was built without gloo; choose tcp"
+    if transport == "nixl" and not any(find_spec(name) for name in ("nixl_cu13", "nixl_cu12")):
+        return "transport nixl needs the package nixl in this environment: pip install nixl; or choose tcp"
+    return ""
+
+
+def make_carrier(transport: str, slot_bytes: int, device: torch.device) -> Carrier:
+    """Raises WeightError when this process cannot use the transport."""
+    return _made(transport, device, "make_carrier")(transport, slot_bytes, device)
+
+
+def make_intake(transport: str, link: "Link", offer: dict[str, Any], device: torch.device) -> Intake:
+    """offer: the message ``plan``. Raises WeightError when this process cannot use the transport."""
+    return _made(transport, device, "make_intake")(transport, link, offer, device)
+
+
+def _made(transport: str, device: torch.device, name: str) -> Callable[..., Any]:
+    if why := unusable(transport, cuda=device.type == "cuda"):
+        raise WeightError(why)
+    return getattr(import_module(f"headrace.engines.checkpoint.carriers.{_FILES[transport]}"), name)
+
+
+class Slots:
+    """Two slots of ordinary memory on a device, and a carrier's parts that most transports do not need."""
+
+    static = False
+
+    def __init__(self, slot_bytes: int, device: torch.device) -> None:
+        self.slot_bytes = slot_bytes
+        self.memory = torch.empty(2 * slot_bytes, dtype=torch.uint8, device=device)
+
+    def slot(self, index: int) -> Tensor:
+        return self.memory[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def welcome(self, connection: socket.socket) -> None:
+        """Nothing but the plan."""
+
+    def form(self, held: list[str], deadline_s: float) -> list[dict[str, Any]]:
+        return []
+
+    def join(self, deadline_s: float) -> None:
+        """There is no group."""
+
+    def spread(self, data: Tensor, deadline_s: float) -> None:
+        """Receivers fetch on their own."""
+
+    def bytes_for(self, data: Tensor) -> memoryview | None:
+        return None
+
+    def close(self) -> None:
+        """The memory ends with its last tensor."""
+
+
+def slot_bytes_for(partitions: list[Partition], unit: int) -> int:
+    """The largest partition, rounded up."""
+    return max(-(-partition.nbytes // unit) * unit for partition in partitions) or unit

@@ -1,0 +1,160 @@
+"""Transports ``gloo`` and ``nccl``: every partition is broadcast to a fixed group, for fleets that do not change.
+
+The publisher is rank 0; whoever had joined when it began is in the group. It is kept while the same receivers come
+again, because NCCL takes about a second to connect. Losing a receiver ends the publish: that is what static means.
+"""
+
+import contextlib
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from headrace.engines.checkpoint.carriers.base import Slots
+from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.checkpoint.link import Link
+
+_LOOK_S = 0.0001
+
+
+class _Group:
+    """A process group of its own: neither the trainer's gang nor the engine's workers know of it."""
+
+    def __init__(self, kind: str, store: Store, key: str, rank: int, size: int, deadline_s: float) -> None:
+        self.key, self.rank, self.size, self._store = key, rank, size, store
+        store, limit = PrefixStore(key, store), timedelta(seconds=deadline_s)
+        if kind == "gloo":
+            self._group: Any = dist.ProcessGroupGloo(store, rank, size, limit)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def broadcast(self, data: Tensor, deadline_s: float) -> None:
+        """From rank 0 into ``data`` of all others. Raises RuntimeError, TimeoutError."""
+        work = self._group.broadcast([data], dist.BroadcastOptions())
+        end = time.monotonic() + deadline_s
+        while not work.is_completed():
+            if time.monotonic() > end:
+                raise TimeoutError(f"a broadcast of {data.numel()} bytes did not end within {deadline_s:g} s")
+            time.sleep(_LOOK_S)
+        work.wait()
+        if data.device.type == "cuda":
+            torch.cuda.synchronize(data.device)
+
+    def abort(self) -> None:
+        """Ends what another thread waits for."""
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()
+
+
+class GroupCarrier(Slots):
+    """See ``Carrier``."""
+
+    static = True
+
+    def __init__(self, kind: str, slot_bytes: int, device: torch.device) -> None:
+        super().__init__(slot_bytes, device)
+        self._kind = kind
+        self._group: _Group | None = None
+        self._members = 0
+        self._store: TCPStore | None = None
+        self._key = ""
+
+    def form(self, held: list[str], deadline_s: float) -> list[dict[str, Any]]:
+        group, size = self._group, len(held) + 1
+        if group is not None and group.size == size and sorted(held) == [f"{group.key}/{r}" for r in range(1, size)]:
+            return [{"key": group.key, "rank": int(one.rpartition("/")[2]), "size": size} for one in held]
+        self._drop()
+        # Every address of this machine: receivers use the one that they came to.
+        self._store = TCPStore(
+            "0.0.0.0", 0, is_master=True, timeout=timedelta(seconds=deadline_s), wait_for_workers=False
+        )
+        self._key, self._members = uuid.uuid4().hex, size
+        port = self._store.port
+        return [{"key": self._key, "rank": rank, "size": size, "port": port} for rank in range(1, size)]
+
+    def join(self, deadline_s: float) -> None:
+        if self._group is None:
+            assert self._store is not None
+            try:
+                self._group = _Group(self._kind, self._store, self._key, 0, self._members, deadline_s)
+            except RuntimeError as error:
+                raise WeightError(f"the {self._kind} group of {self._members} did not form: {error}") from error
+
+    def spread(self, data: Tensor, deadline_s: float) -> None:
+        assert self._group is not None
+        try:
+            self._group.broadcast(data, deadline_s)
+        except (RuntimeError, TimeoutError) as error:
+            self._drop()
+            raise WeightError(
+                f"the {self._kind} broadcast to {self._members - 1} receivers failed: {str(error).splitlines()[0]}",
+                advice="see the rollout engines' logs; transports tcp, shm and nixl survive the loss of a receiver",
+            ) from error
+
+    def _drop(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = self._store = None
+
+    def close(self) -> None:
+        self._drop()
+
+
+_joined: dict[str, _Group] = {}
+"""The group of each transport that this process is a receiver in."""
+
+
+def held(kind: str) -> str:
+    """What this receiver kept: ``key/rank``, or nothing."""
+    group = _joined.get(kind)
+    return f"{group.key}/{group.rank}" if group else ""
+
+
+class GroupIntake:
+    """See ``Intake``."""
+
+    def __init__(self, kind: str, link: Link, slot_bytes: int, device: torch.device) -> None:
+        self._kind, self._link = kind, link
+        self._slots = Slots(slot_bytes, device)
+
+    def form(self, told: dict[str, Any]) -> None:
+        link = self._link
+        if held(self._kind) == f"{told['key']}/{told['rank']}":
+            return
+        if (old := _joined.pop(self._kind, None)) is not None:
+            old.abort()
+        try:
+            limit = timedelta(seconds=link.deadline_s)
+            store = TCPStore(link.host, told["port"], is_master=False, timeout=limit)
+            _joined[self._kind] = _Group(self._kind, store, told["key"], told["rank"], told["size"], link.deadline_s)
+        except RuntimeError as error:
+            raise link.error(f"the {self._kind} group of {told['size']} did not form: {error}") from error
+
+    def fetch(self, link: Link, slot: int, nbytes: int) -> Tensor:
+        data = self._slots.slot(slot)[:nbytes]
+        try:
+            _joined[self._kind].broadcast(data, link.deadline_s)
+        except (RuntimeError, TimeoutError) as error:
+            _joined.pop(self._kind).abort()
+            raise link.error(f"the {self._kind} broadcast failed: {str(error).splitlines()[0]}") from error
+        return data
+
+    def close(self) -> None:
+        """The group is kept."""
+
+
+def make_carrier(transport: str, slot_bytes: int, device: torch.device) -> GroupCarrier:
+    return GroupCarrier(transport, slot_bytes, device)
+
+
+def make_intake(transport: str, link: Link, offer: dict[str, Any], device: torch.device) -> GroupIntake:
+    return GroupIntake(
+        transport, link, int(offer["slot_bytes"]), device if transport == "nccl" else torch.device("cpu")
+    )

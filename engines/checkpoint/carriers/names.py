@@ -1,0 +1,6 @@
+"""What is known of transports without loading them."""
+
+LOCAL = ("shm", "cuda-ipc")
+"""Transports of one machine: publisher and receivers meet at a unix socket. The others meet at a TCP port."""
+ON_GPU = ("cuda-ipc", "nccl")
+"""Transports whose slots are always in GPU memory. NIXL's are where the weights are; the others' in host memory."""

@@ -1,0 +1,146 @@
+"""Transport ``nixl``: receivers read the publisher's slots through NIXL (UCX: RDMA, NVLink, shared memory or TCP).
+
+One agent for each process, because connecting takes a tenth of a second: agents, and what they know of each other, stay
+from version to version. The publisher is passive, so it needs NIXL's progress thread; the receiver polls, so it needs
+none.
+"""
+
+import base64
+import os
+import socket
+import time
+import uuid
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.engines.checkpoint.carriers.base import Slots
+from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.checkpoint.link import Link
+
+_SPIN_S = 0.0002
+"""Pause between two looks at a transfer: NIXL has nothing to wait on."""
+
+
+@lru_cache
+def _package() -> str:
+    return next(name for name in ("nixl_cu13", "nixl_cu12") if find_spec(name))
+
+
+@lru_cache
+def _failures() -> tuple[type[Exception], ...]:
+    """NIXL's errors, which share no base class."""
+    bindings = vars(import_module(f"{_package()}._bindings"))
+    return tuple(value for name, value in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
+
+
+@lru_cache
+def _agent(passive: bool) -> Any:
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")  # UCX leaves GPU memory out when the CUDA context comes after the agent
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    api = import_module(f"{_package()}._api")
+    config = api.nixl_agent_config(enable_prog_thread=passive, backends=["UCX"])
+    try:
+        return api.nixl_agent(f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", config)
+    except _failures() as error:
+        raise WeightError(
+            f"NIXL's UCX back end does not start here: {error}", advice="UCX_TLS and UCX_NET_DEVICES, or transport tcp"
+        ) from error
+
+
+@lru_cache(maxsize=4)
+def _peer(metadata: str) -> str:
+    """The publisher's agent, known to this process's from its metadata."""
+    name = _agent(False).add_remote_agent(base64.b64decode(metadata))
+    return name.decode() if isinstance(name, bytes) else name
+
+
+class _Registered(Slots):
+    """Two slots that NIXL may reach."""
+
+    def __init__(self, slot_bytes: int, device: torch.device, passive: bool) -> None:
+        super().__init__(slot_bytes, device)
+        self.agent = _agent(passive)
+        self._registration = self.agent.register_memory(self.memory)
+
+    def close(self) -> None:
+        self.agent.deregister_memory(self._registration)
+
+
+class NixlCarrier(_Registered):
+    """See ``Carrier``."""
+
+    def facts(self) -> dict[str, Any]:
+        metadata = base64.b64encode(self.agent.get_agent_metadata()).decode()
+        where = self.memory.device
+        return {"agent": metadata, "base": self.memory.data_ptr(), "gpu": where.index if where.type == "cuda" else None}
+
+
+class NixlIntake:
+    """See ``Intake``. Its slots stay registered with the process for the next pull."""
+
+    def __init__(self, link: Link, slot_bytes: int, facts: dict[str, Any], device: torch.device) -> None:
+        self._slots = _slots(slot_bytes, device)
+        self._base, self._kind = int(facts["base"]), "DRAM" if facts["gpu"] is None else "VRAM"
+        self._device_id = facts["gpu"] or 0
+        try:
+            self._peer = _peer(facts["agent"])
+        except _failures() as error:
+            raise link.error(f"NIXL cannot reach the publisher: {error}", "transport tcp") from error
+
+    def form(self, told: dict[str, Any]) -> None:
+        """There is no group."""
+
+    def fetch(self, link: Link, slot: int, nbytes: int) -> Tensor:
+        data = self._slots.slot(slot)[:nbytes]
+        if not nbytes:
+            return data
+        agent = self._slots.agent
+        theirs = (self._base + slot * self._slots.slot_bytes, nbytes, self._device_id)
+        remote = agent.get_xfer_descs([theirs], self._kind)
+        try:
+            handle = agent.initialize_xfer("READ", agent.get_xfer_descs(data), remote, self._peer)
+            end = time.monotonic() + link.deadline_s
+            state = agent.transfer(handle)
+            while state == "PROC" and time.monotonic() < end and not link.ended():
+                time.sleep(_SPIN_S)
+                state = agent.check_xfer_state(handle)
+            if state == "DONE":
+                agent.release_xfer_handle(handle)
+        except _failures() as error:
+            _forget()
+            raise link.error(
+                f"NIXL could not read it: {error}", "publish the version again, or transport tcp"
+            ) from error
+        if state != "DONE":
+            _forget()
+            why = "failed" if state == "ERR" else f"did not end within {link.deadline_s:g} s"
+            raise link.error(f"NIXL's read of {nbytes} bytes {why}", "the network between the hosts, or transport tcp")
+        return data
+
+    def close(self) -> None:
+        """The slots are kept."""
+
+
+@lru_cache(maxsize=1)
+def _slots(slot_bytes: int, device: torch.device) -> _Registered:
+    return _Registered(slot_bytes, device, passive=False)
+
+
+def _forget() -> None:
+    """After a failed read: its slots may still be written to, and the peer may be another process next time."""
+    _peer.cache_clear()
+    _slots.cache_clear()
+
+
+def make_carrier(transport: str, slot_bytes: int, device: torch.device) -> NixlCarrier:
+    return NixlCarrier(slot_bytes, device, passive=True)
+
+
+def make_intake(transport: str, link: Link, offer: dict[str, Any], device: torch.device) -> NixlIntake:
+    return NixlIntake(link, int(offer["slot_bytes"]), offer["facts"], device)

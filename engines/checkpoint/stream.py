@@ -1,0 +1,145 @@
+"""Publishing to receivers that pull: the same for every transport but the store.
+
+Partition i lies in slot i % 2. A slot is written again when every living receiver has acknowledged what was in it.
+"""
+
+import asyncio
+import mmap
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from headrace.blocks.weights import Partition, WeightManifest
+from headrace.engines.checkpoint.carriers.base import slot_bytes_for
+from headrace.engines.checkpoint.carriers.names import LOCAL
+from headrace.engines.checkpoint.claims import claim, unclaim
+from headrace.engines.checkpoint.courier import Courier
+from headrace.engines.checkpoint.delta import Kept, kept_for
+from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.checkpoint.export import Release
+from headrace.engines.checkpoint.hashes import Hashing, hashing_of
+from headrace.engines.checkpoint.rendezvous import listen, unlisten
+
+T = TypeVar("T")
+
+_HASHING_S = 60.0
+"""Far beyond what hashing a partition takes."""
+
+
+class StreamSender:
+    """One publish. ``buffer``, ``send`` and ``commit`` belong to the exporting thread, the courier has its own."""
+
+    def __init__(
+        self,
+        release: Release,
+        *,
+        transport: str,
+        address: str,
+        receivers: int,
+        device: torch.device,
+        delta: bool,
+        deadline_s: float,
+    ) -> None:
+        if receivers < 1:
+            raise WeightError(
+                f"receivers is {receivers}; transport {transport} needs one at least", version=release.version
+            )
+        self._release, self._transport, self._address = release, transport, address
+        self._receivers, self._device, self._deadline_s = receivers, device, deadline_s
+        self._kept: Kept | None = kept_for(address) if delta else None
+        self._announcing: Future[None] | None = None
+
+    def __enter__(self) -> "StreamSender":
+        release, plan = self._release, self._release.plan
+        slot_bytes = slot_bytes_for(plan.partitions, mmap.PAGESIZE)
+        self._carrier = claim(self._address, self._transport, slot_bytes, self._device, release.version)
+        try:
+            listener = listen(self._address, release.version, local=self._transport in LOCAL)
+        except WeightError:
+            unclaim(self._address)
+            raise
+        self._hashing: Hashing = hashing_of(self._carrier.slot(0).device)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weights-courier", daemon=True)
+        self._thread.start()
+        offer = {
+            "version": release.version,
+            "transport": self._transport,
+            "device": self._carrier.slot(0).device.type,
+            "hashing": self._hashing,
+            "slot_bytes": self._carrier.slot_bytes,
+            "plan": plan.model_dump(),
+        }
+        base = self._kept.digest_for(plan) if self._kept else ""
+        secret = self._address.partition("#")[2]
+        self._courier = Courier(self._carrier, offer, plan, self._receivers, self._deadline_s, secret, base)
+        try:
+            self._ask(self._courier.gather(listener))
+        except BaseException as error:
+            self.__exit__(type(error), error)
+            raise
+        finally:
+            unlisten(listener, self._address, local=self._transport in LOCAL)
+        if self._kept is not None:
+            self._kept.begin(plan)
+            self._fresh = torch.empty(slot_bytes, dtype=torch.uint8)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if raised and raised[1] is not None:
+            self._ask(self._courier.abort(str(raised[1])))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(self._deadline_s)
+        self._loop.close()
+        unclaim(self._address)
+
+    def buffer(self, partition: Partition) -> Tensor:
+        if self._kept is not None:
+            return self._fresh[: partition.nbytes]
+        self._ask(self._courier.free(partition.index))
+        return self._slot(partition)
+
+    def send(self, partition: Partition, found: str | None) -> None:
+        if self._kept is not None:
+            assert found is not None  # changes are found in host memory only
+            fresh = self._fresh[: partition.nbytes]
+            self._ask(self._courier.free(partition.index))
+            slot = self._slot(partition)
+            form, nbytes = self._kept.give(partition, fresh, found, slot, self._courier.shared)
+            self._announce(self._courier.announce(partition, slot[:nbytes], form, found))
+        else:
+            self._announce(self._courier.announce(partition, self._slot(partition), "full", found))
+
+    def commit(self) -> WeightManifest:
+        if self._announcing is not None:
+            self._announcing.result(_HASHING_S + self._deadline_s)
+        hashes = self._ask(self._courier.finish())
+        if self._kept is not None:
+            self._kept.commit(hashes)
+        return self._release.manifest(hashes, self._hashing)
+
+    def _slot(self, partition: Partition) -> Tensor:
+        return self._carrier.slot(partition.index % 2)[: partition.nbytes]
+
+    def _announce(self, announcing: Coroutine[Any, Any, None]) -> None:
+        if self._announcing is not None:
+            try:
+                self._announcing.result(_HASHING_S + self._deadline_s)  # in order, one behind the export
+            except BaseException:
+                announcing.close()
+                raise
+        self._announcing = asyncio.run_coroutine_threadsafe(announcing, self._loop)
+
+    def _ask(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        # Every wait inside the courier has its own deadline; at most six of them follow each other in one call.
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(6 * self._deadline_s + 5)
+        except TimeoutError as error:
+            raise WeightError(
+                f"the receivers at {self._address.partition('#')[0]} could not be served in time",
+                version=self._release.version,
+            ) from error

@@ -1,0 +1,133 @@
+"""Pulling what a publisher sends: the same for every transport but the store."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.blocks.weights import Partition, Plan, WeightSource
+from headrace.engines.checkpoint.carriers.base import Intake, make_intake
+from headrace.engines.checkpoint.carriers.group import held
+from headrace.engines.checkpoint.delta import Kept, kept_for
+from headrace.engines.checkpoint.hashes import hash_of
+from headrace.engines.checkpoint.link import Link
+from headrace.engines.checkpoint.load import Assembler, Expect, Settle, Sink, check_expected, overlap
+from headrace.engines.checkpoint.plan import check_plan, digest_of_hashes
+
+
+def pull_stream(
+    source: WeightSource,
+    sink: Sink,
+    deadline_s: float,
+    expect: Expect | None,
+    rank: int,
+    device: torch.device,
+    settle: Settle | None,
+) -> tuple[str, int]:
+    """Streams the version that a publisher sends into ``sink``; returns the digest of what came, and the bytes that
+    travelled. Raises WeightError."""
+    with closing(Link(source, deadline_s, rank)) as link:
+        try:
+            pulled = _Pull(link, source, expect, rank, device)
+            try:
+                digest = pulled.run(Assembler(sink, settle))
+            finally:
+                pulled.intake.close()
+            link.send("done", digest=digest)
+            return digest, pulled.wire_nbytes
+        except BaseException as error:
+            link.fail(error)
+            raise
+
+
+class _Pull:
+    """One version."""
+
+    def __init__(
+        self, link: Link, source: WeightSource, expect: Expect | None, rank: int, device: torch.device
+    ) -> None:
+        self._link = link
+        offer = link.receive("plan")
+        if offer["version"] != source.version:
+            raise link.error(f"the publisher at {link.where} sends version {offer['version']}")
+        try:
+            self.plan = Plan.model_validate(offer["plan"])
+        except ValueError as error:
+            raise link.error(f"the publisher's plan cannot be used: {error}") from error
+        check_plan(self.plan)
+        check_expected(self.plan, expect)
+        if offer["transport"] != source.transport:
+            raise link.error(f"the publisher sends over {offer['transport']}, not {source.transport}")
+        where = torch.device(offer["device"])
+        if where.type != device.type:
+            raise link.error(
+                f"the publisher's slots are on {where.type}, this engine's on {device.type}", "transport tcp or store"
+            )
+        self._hashing = offer["hashing"]
+        self.intake: Intake = make_intake(source.transport, link, offer, device)
+        self._kept: Kept | None = kept_for(source.address, rank) if source.delta else None
+        self.hashes: list[str] = []
+        self.wire_nbytes = 0
+        base = self._kept.digest_for(self.plan) if self._kept else ""
+        group = held(source.transport) if source.transport in ("gloo", "nccl") else ""
+        link.send("join", rank=rank, pid=os.getpid(), base=base, held=group)
+        told = link.receive("begin")
+        if self._kept is not None:
+            self._kept.begin(self.plan)
+        self.intake.form(told["group"])
+
+    def run(self, assembler: Assembler) -> str:
+        """Returns the digest of what came."""
+        link = self._link
+
+        def use(step: tuple[Partition, Tensor, str]) -> None:
+            partition, data, announced = step
+            found = hash_of(data, self._hashing)
+            if found != announced:
+                raise link.gave_up or link.error(
+                    f"its hash is {found}, the publisher's is {announced}",
+                    "publish the version again",
+                    partition.index,
+                )
+            self.hashes.append(found)
+            assembler.feed(partition, data)
+            link.send("ack", index=partition.index)
+
+        overlap(self._fetched(), use, link.fail, None)
+        link.index = None
+        digest = digest_of_hashes(self.hashes)
+        if (told := link.receive("commit")["digest"]) != digest:
+            raise link.error(
+                f"the digest of what came is {digest}, the publisher's is {told}", "publish the version again"
+            )
+        if self._kept is not None:
+            self._kept.commit(self.hashes)
+        return digest
+
+    def _fetched(self) -> Iterator[tuple[Partition, Tensor, str]]:
+        """Each partition with its bytes and the publisher's hash of them."""
+        for partition in self.plan.partitions:
+            self._link.index = partition.index
+            ready = self._link.receive("ready")
+            if ready["index"] != partition.index:
+                raise self._link.error(f"partition {ready['index']} came instead")
+            yield partition, self._data(partition, ready), ready["hash"]
+
+    def _data(self, partition: Partition, ready: dict[str, Any]) -> Tensor:
+        """The partition's bytes, however they were sent."""
+        form, nbytes = ready["form"], int(ready["nbytes"])
+        if form != "full" and self._kept is None:
+            raise self._link.error("only its changes were sent, but this engine keeps no base")
+        if not 0 <= nbytes <= partition.nbytes or (form == "full" and nbytes != partition.nbytes):
+            raise self._link.error(f"{nbytes} bytes were announced for {partition.nbytes}")
+        self.wire_nbytes += nbytes
+        came = self.intake.fetch(self._link, ready["slot"], nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+        if self._kept is None:
+            return came
+        try:
+            return self._kept.take(partition, form, came)
+        except ValueError as error:
+            raise self._link.error(f"its changes make no sense: {error}", "publish the version again") from error

@@ -1,0 +1,38 @@
+"""Which transport weights take, from where the engines are. Imports no torch."""
+
+from collections.abc import Collection
+
+from headrace.blocks.lease import Lease
+from headrace.blocks.recipe import Recipe
+from headrace.blocks.weights import Transport
+
+LOCAL = ("shm", "cuda-ipc")
+"""Transports that need one machine."""
+
+
+class WrongPlacement(RuntimeError):
+    """The recipe forces a transport that cannot work between these engines."""
+
+
+def transport_for(recipe: Recipe, actor: Lease, rollouts: Collection[Lease]) -> Transport:
+    """The recipe's choice, or the fastest that the placement allows. Raises WrongPlacement before anything is sent."""
+    asked = recipe.weights.transport
+    nodes = sorted({lease.node for lease in rollouts} - {actor.node})
+    if asked in LOCAL and nodes:
+        raise WrongPlacement(
+            f"weights.transport: {asked} needs actor and rollout on one machine, but the actor is on {actor.node} and "
+            f"rollout engines are on {', '.join(nodes)}: choose auto, tcp or nixl"
+        )
+    if asked != "auto":
+        return asked
+    gpus = recipe.roles.actor.gpus and recipe.roles.rollout.gpus
+    if nodes:
+        return "nixl" if gpus else "tcp"
+    if not gpus:
+        return "shm"
+    return "cuda-ipc" if recipe.roles.actor.pool == recipe.roles.rollout.pool else "nccl"
+
+
+def workers(recipe: Recipe) -> int:
+    """Processes of one rollout engine that each pull the weights."""
+    return max(1, recipe.roles.rollout.gpus) if recipe.rollout.backend.kind in ("vllm", "sglang") else 1

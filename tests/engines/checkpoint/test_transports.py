@@ -1,0 +1,177 @@
+"""What every transport between processes must do: every bit, every loss told, the next version works."""
+
+import os
+import signal
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.blocks.weights import Transport, WeightManifest, WeightSource
+from headrace.engines.checkpoint import WeightError, digest_of, publish, pull, release, reserve
+from headrace.engines.checkpoint.carriers.base import unusable
+
+nixl = pytest.param("nixl", marks=pytest.mark.skipif(not find_spec("nixl_cu12"), reason="NIXL is not installed"))
+ELASTIC = ["shm", "tcp", nixl]
+"""Transports that outlive the loss of a receiver."""
+Begin = Callable[..., Any]
+
+
+@pytest.fixture
+def begin(start, tmp_path: Path, model_file: Path) -> Begin:
+    """``begin(transport, version=1, **options) -> (publisher, address)``."""
+
+    def one(transport: Transport, version: int = 1, **options: Any):
+        options = {"model": model_file, "transport": transport, "version": version, **options}
+        if transport == "shm":
+            address = str(tmp_path / "w.sock")
+            return start("sender.py", address=address, **options), address
+        publisher = start("sender.py", **options)
+        return publisher, publisher.says()
+
+    return one
+
+
+def same(path: Path, expected: dict[str, Tensor]) -> bool:
+    got = torch.load(path)
+    return list(got) == list(expected) and all(
+        got[name].dtype == value.dtype and torch.equal(got[name], value) for name, value in expected.items()
+    )
+
+
+@pytest.mark.parametrize("transport", [*ELASTIC, "gloo"])
+def test_two_receivers_get_every_bit_of_two_versions(
+    transport: Transport, begin: Begin, start_receiver, on_the_wire, model, tmp_path: Path
+) -> None:
+    changed = {name: t + 1 if t.is_floating_point() else t for name, t in model.items()}
+    torch.save(changed, tmp_path / "changed.pt")
+    publisher, address = begin(transport, receivers=2)
+    receivers = [start_receiver(address, 1, rank=rank, transport=transport) for rank in (0, 1)]
+    first = publisher.says()
+    for rank, child in enumerate(receivers):
+        served = child.says()
+        assert (served.digest, served.nbytes, served.wire_nbytes) == (first.digest, *[first.plan.nbytes] * 2)
+        assert same(tmp_path / f"got-{rank}.pt", on_the_wire)
+    assert first.producer.endswith(f":{publisher.pid}")
+    for child in receivers:
+        child.do(WeightSource(version=2, transport=transport, address=address))
+    publisher.do(tmp_path / "changed.pt")
+    second = publisher.says()
+    expected = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in changed.items()}
+    for rank, child in enumerate(receivers):
+        assert child.says().digest == second.digest != first.digest
+        assert same(tmp_path / f"got-{rank}.pt", expected)
+
+
+@pytest.mark.parametrize("transport", ELASTIC)
+@pytest.mark.parametrize("point", ["before the plan", "in the middle", "during the load of the last"])
+def test_a_killed_receiver_is_dropped_and_comes_back(
+    transport: Transport, point: str, begin: Begin, start_receiver, tmp_path: Path, on_the_wire, model_file: Path
+) -> None:
+    publisher, address = begin(transport, receivers=2, deadline_s=4, hold="layer.0.weight")
+    hold = {"before the plan": "layer.0.weight", "in the middle": "embed.weight"}.get(point, "half")
+    dying = start_receiver(address, 1, rank=0, transport=transport, hold=hold)
+    healthy = start_receiver(address, 1, rank=1, transport=transport)
+    assert publisher.says() == "holding"  # the receivers have joined, nothing was sent
+    if point == "before the plan":
+        os.kill(dying.pid, signal.SIGKILL)
+        publisher.go_on()
+    else:
+        publisher.go_on()
+        assert dying.says() == "holding"
+        os.kill(dying.pid, signal.SIGKILL)
+    manifest = publisher.says()
+    assert healthy.says().digest == manifest.digest
+    assert same(tmp_path / "got-1.pt", on_the_wire)
+    back = start_receiver(address, 2, rank=0, transport=transport)
+    healthy.do(WeightSource(version=2, transport=transport, address=address))
+    publisher.do(model_file)
+    assert publisher.says() == "holding"
+    publisher.go_on()
+    digest = publisher.says().digest
+    assert back.says().digest == healthy.says().digest == digest
+
+
+@pytest.mark.parametrize("transport", [*ELASTIC, "gloo"])
+@pytest.mark.parametrize("hold", ["layer.0.weight", "embed.weight", "half"])
+def test_a_killed_publisher_is_told_and_the_next_one_serves(
+    transport: Transport, hold: str, begin: Begin, start_receiver, tmp_path: Path, on_the_wire
+) -> None:
+    """Before the first partition, in the middle, and after all data but the last partition."""
+    publisher, address = begin(transport, hold=hold)
+    receiver = start_receiver(address, 1, rank=3, transport=transport)
+    assert publisher.says() == "holding"
+    os.kill(publisher.pid, signal.SIGKILL)
+    error = receiver.says()
+    assert isinstance(error, WeightError)
+    assert (error.version, error.rank) == (1, 3)
+    assert not (tmp_path / "got-3.pt").exists()
+    following, address = begin(transport, version=2)
+    receiver.do(WeightSource(version=2, transport=transport, address=address))
+    assert receiver.says().digest == following.says().digest
+    assert same(tmp_path / "got-3.pt", on_the_wire)
+
+
+def test_the_static_group_says_that_a_receiver_was_lost_and_forms_again(
+    begin: Begin, start_receiver, model_file: Path
+) -> None:
+    publisher, address = begin("gloo", receivers=2, deadline_s=4)
+    dying = start_receiver(address, 1, rank=0, transport="gloo", hold="embed.weight", deadline_s=4)
+    healthy = start_receiver(address, 1, rank=1, transport="gloo", deadline_s=4)
+    assert dying.says() == "holding"
+    os.kill(dying.pid, signal.SIGKILL)
+    assert isinstance(publisher.says(), WeightError)
+    assert isinstance(healthy.says(), WeightError)
+    back = start_receiver(address, 2, rank=0, transport="gloo", deadline_s=4)
+    healthy.do(WeightSource(version=2, transport="gloo", address=address))
+    publisher.do(model_file)
+    digest = publisher.says().digest
+    assert back.says().digest == healthy.says().digest == digest
+
+
+@pytest.mark.parametrize("transport", ["tcp", nixl])
+def test_a_stranger_learns_nothing_and_does_no_harm(transport: Transport, begin: Begin, start_receiver) -> None:
+    publisher, address = begin(transport)
+    wrong = address.partition("#")[0] + "#" + "0" * 32
+    with pytest.raises(WeightError, match="ended, or dropped this receiver"):
+        pull(WeightSource(version=1, transport=transport, address=wrong), print, deadline_s=5)
+    child = start_receiver(address, 1, transport=transport)
+    assert child.says().digest == publisher.says().digest
+
+
+def test_a_port_that_is_not_there_is_told() -> None:
+    address = reserve("127.0.0.1")
+    release(address)
+    with pytest.raises(WeightError, match=r"no publisher was reached at 127\.0\.0\.1:\d+ for 0\.3 s"):
+        pull(WeightSource(version=1, transport="tcp", address=address), print, deadline_s=0.3)
+    with pytest.raises(WeightError, match="was not reserved by this process"):
+        publish(iter([]), [("a", "float32", [1])], version=1, train_step=1, transport="tcp", address=address)
+    with pytest.raises(WeightError, match="is no address of a publisher"):
+        pull(WeightSource(version=1, transport="tcp", address="nowhere"), print, deadline_s=0.3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("transport", ["cuda-ipc", "nccl"])
+def test_a_transport_that_this_machine_cannot_use_says_why(transport: Transport) -> None:
+    assert "this engine has none" in unusable(transport, cuda=False)
+    with pytest.raises(WeightError, match="moves weights between GPUs, and this engine has none"):
+        publish(iter([]), [("a", "float32", [1])], version=1, train_step=1, transport=transport, address="/nowhere")
+    with pytest.raises(WeightError, match="moves weights between GPUs, and this engine has none"):
+        pull(WeightSource(version=1, transport=transport, address="/nowhere"), print, deadline_s=1)
+
+
+def test_the_manifest_names_parent_and_producer(tmp_path: Path) -> None:
+    def keep(version: int, parent: int | None) -> WeightManifest:
+        settings = {"version": version, "train_step": version, "address": f"w/{version}", "store": str(tmp_path)}
+        return publish(
+            iter([("a", torch.ones(3))]), [("a", "float32", [3])], transport="store", parent=parent, **settings
+        )
+
+    assert keep(4, None).parent is None
+    assert keep(5, 4).parent == 4
+    assert keep(5, None).parent == 4  # as it was committed
+    assert digest_of({"a": torch.ones(3)}, keep(4, None).plan) == keep(4, None).digest
