@@ -7,7 +7,7 @@ from prefect import flow
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.recipe import Recipe
 from headrace.flows.campaign import leave_engines, open_campaign, shut_down
-from headrace.flows.parity import parity_gate
+from headrace.flows.gate import parity_gate
 from headrace.tasks.advantage import advantage
 from headrace.tasks.campaign import current
 from headrace.tasks.evaluate import evaluate

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from prefect.logging import get_run_logger
+
 from headrace.blocks.manifest import Manifest
 from headrace.engines.experience import early
 from headrace.engines.reward.stage import ANSWER, Begun, samples_of
@@ -37,4 +39,6 @@ async def scored_early(
         yield lambda _figures: news.set(), begun
     finally:
         following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        (ended,) = await asyncio.gather(following, return_exceptions=True)
+        if isinstance(ended, Exception):
+            get_run_logger().warning("groups of this shard were not scored early: %s", ended)

@@ -4,12 +4,11 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-import pyarrow as pa
-
-from headrace.engines.experience.schema import PROMPTS
+if TYPE_CHECKING:  # loaded where they are used: the flows import this file
+    import numpy as np
+    import pyarrow as pa
 
 
 class DataError(ValueError):
@@ -61,12 +60,14 @@ class Splits(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def permutation(n: int, seed: int, epoch: int = 0) -> np.ndarray:
+def permutation(n: int, seed: int, epoch: int = 0) -> "np.ndarray":
     """A shuffled ``arange(n)``: int64 [n], a function of its arguments alone.
 
     Sorts by SplitMix64 (Steele et al. 2014), because neither ``random`` nor numpy promises that a shuffle stays the
     same in later versions, and a resumed campaign must see the same order.
     """
+
+    import numpy as np
 
     def mix(x: np.ndarray) -> np.ndarray:
         x = x + np.uint64(0x9E3779B97F4A7C15)
@@ -103,8 +104,12 @@ def first(dataset: Dataset, count: int | None = None) -> list[tuple[int, Problem
     return [(i, dataset.problem(i)) for i in range(len(dataset) if count is None else min(count, len(dataset)))]
 
 
-def prompts_table(drawn: Iterable[tuple[int, Problem]]) -> pa.Table:
+def prompts_table(drawn: Iterable[tuple[int, Problem]]) -> "pa.Table":
     """Problems as a table in the PROMPTS schema; one row each, in the order given."""
+    import pyarrow as pa
+
+    from headrace.engines.experience.schema import PROMPTS
+
     rows = [
         {
             "group_id": group_id,

@@ -5,10 +5,12 @@ Nothing here counts: a shard is what its manifest names. These files are a head 
 
 import io
 from contextlib import suppress
-
-import pyarrow as pa
+from typing import TYPE_CHECKING
 
 from headrace.engines.experience.files import Files, NotInStore
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 def folder_of(stage: str, step: int, shard: int, key: str) -> str:
@@ -16,16 +18,20 @@ def folder_of(stage: str, step: int, shard: int, key: str) -> str:
     return f"experience/{step:06d}/early-{stage}-{shard}-{key}"
 
 
-def put(store: Files, folder: str, group: int, rows: pa.Table) -> None:
+def put(store: Files, folder: str, group: int, rows: "pa.Table") -> None:
     """Writes the rows of a finished group."""
+    import pyarrow as pa
+
     buffer = io.BytesIO()
     with pa.ipc.new_file(buffer, rows.schema) as writer:
         writer.write_table(rows)
     store.put(f"{folder}/{group}.arrow", buffer.getbuffer())
 
 
-def take(store: Files, folder: str, seen: set[str]) -> list[pa.Table]:
+def take(store: Files, folder: str, seen: set[str]) -> "list[pa.Table]":
     """Tables that were not taken before; adds them to ``seen``."""
+    import pyarrow as pa
+
     found = []
     for path in store.paths(folder):
         if path not in seen:

@@ -3,14 +3,16 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import xxhash
 from pydantic import BaseModel, ValidationError
 
 from headrace.blocks.manifest import Manifest, Part
 from headrace.engines.experience.files import Files, NotInStore, StoreError, placed
+
+if TYPE_CHECKING:  # pyarrow is a sixth of what importing the flows takes: loaded with the first table
+    import pyarrow as pa
 
 __all__ = ["NotInStore", "Store", "StoreError", "stage_key"]
 
@@ -22,20 +24,24 @@ class Store(Files):
     of the first one counts, and both get that one from ``commit``.
     """
 
-    def write_table(self, path: str, table: pa.Table) -> Part:
+    def write_table(self, path: str, table: "pa.Table") -> Part:
         """Writes ``table`` as an Arrow IPC file in one record batch and returns the part that names it.
 
         The part's own path carries the digest (``gen.arrow`` → ``gen-<digest>.arrow``). Raises StoreError.
         """
+        import pyarrow as pa
+
         with self.writing(path, tag=True) as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table.combine_chunks())
         return Part(path=placed(path, sink), rows=table.num_rows, nbytes=sink.nbytes, digest=sink.digest)
 
-    def read_table(self, part: Part, *, verify: bool = False) -> pa.Table:
+    def read_table(self, part: Part, *, verify: bool = False) -> "pa.Table":
         """The table of a part; memory-mapped and read-only when the store is local.
 
         The size is always checked, the digest when ``verify`` is set. Raises NotInStore, StoreError.
         """
+        import pyarrow as pa
+
         where = f"{self.url}/{part.path}"
         with self._told("read", part.path):
             if self.local:

@@ -3,9 +3,6 @@
 import threading
 from collections.abc import Mapping
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from headrace.engines.experience.store import NotInStore, Store, StoreError
 
 PATH = "history.parquet"
@@ -28,6 +25,9 @@ class History:
 
         Raises StoreError.
         """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         with self._lock:
             rows = self._load()
             step = int(row["step"])
@@ -47,6 +47,9 @@ class History:
             return [dict(row) for row in self._load().values()]
 
     def _load(self) -> dict[int, dict[str, float]]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         if self._rows is None:
             try:
                 table = pq.read_table(pa.BufferReader(self._store.get(PATH)))

@@ -2,14 +2,16 @@
 
 import json
 import re
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 LONGEST = 1500
 """Characters of a text that are shown."""
 
 
-def samples_markdown(generated: pa.Table, scored: pa.Table, count: int) -> str:
+def samples_markdown(generated: "pa.Table", scored: "pa.Table", count: int) -> str:
     """Some samples of one shard, spread from the worst reward to the best, with those that could not be scored first.
 
     Args:

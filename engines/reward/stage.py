@@ -2,13 +2,14 @@
 
 import json
 from concurrent.futures import Future
-
-import pyarrow as pa
+from typing import TYPE_CHECKING
 
 from headrace.blocks.manifest import Manifest
-from headrace.engines.experience.schema import SCORE
 from headrace.engines.experience.store import Store
 from headrace.engines.reward.pool import RewardPool, Sample, Score
+
+if TYPE_CHECKING:  # loaded where a table is made: the flows import this file
+    import pyarrow as pa
 
 ANSWER = ["uid", "group_id", "text", "ground_truth"]
 """Columns of GENERATE that scoring reads."""
@@ -20,7 +21,7 @@ Begun = dict[tuple[str, str], Future[Score]]
 
 def score_table(
     store: Store, generate: Manifest, pool: RewardPool, prompts: Manifest | None = None, begun: Begun | None = None
-) -> pa.Table:
+) -> "pa.Table":
     """Scores every sample of a generate manifest: a table in the SCORE schema, in the same order.
 
     With ``prompts`` (the manifest that was generated from), reward functions get the chat before the answer.
@@ -29,6 +30,10 @@ def score_table(
         StoreError: the tables cannot be read.
         ValueError: a manifest without a table, or a sample whose group is not in ``prompts``.
     """
+    import pyarrow as pa
+
+    from headrace.engines.experience.schema import SCORE
+
     if generate.part is None:
         raise ValueError(f"the {generate.stage} manifest of step {generate.step} names no table to score")
     begun = begun or {}
@@ -46,7 +51,7 @@ def score_table(
     )
 
 
-def samples_of(store: Store, answers: pa.Table, prompts: Manifest | None) -> list[Sample]:
+def samples_of(store: Store, answers: "pa.Table", prompts: Manifest | None) -> list[Sample]:
     """Rows of a GENERATE table as what a reward function gets. Raises as ``score_table``."""
     columns = answers.to_pydict()
     chats: dict[int, list[dict[str, str]]] = {}
@@ -61,7 +66,7 @@ def samples_of(store: Store, answers: pa.Table, prompts: Manifest | None) -> lis
     ]
 
 
-def score_metrics(scored: pa.Table, tolerance: float = 0.0) -> dict[str, float]:
+def score_metrics(scored: "pa.Table", tolerance: float = 0.0) -> dict[str, float]:
     """Figures of a SCORE table: mean and standard deviation of the reward, mean of each part, samples, failed ones, and
     the groups in which rewards differ by more than ``tolerance``.
 

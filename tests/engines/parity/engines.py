@@ -52,6 +52,9 @@ class Found:
     def excesses(self, dtype: str, head_dtype: str = "model") -> list[Excess]:
         return exceeded(self.manifest.metrics, bounds_of(ParityBounds(), dtype), head_dtype)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.manifest.metrics
+
     def __getitem__(self, name: str) -> float:
         return self.manifest.metrics[name]
 
