@@ -288,7 +288,7 @@ def into_vllm(url: str, folder: Path, rounds: int) -> bool:
             with torch.no_grad():
                 for tensor in tensors.values():
                     if tensor.dim() > 1:
-                        tensor.add_(torch.randn_like(tensor) * 0.02)
+                        tensor.mul_(1 + 0.05 * torch.randn_like(tensor))
             torch.cuda.synchronize()
             times = way()
             total = sum(times[part] for part in ("pause", "start", "send", "finish", "resume") if part in times)
@@ -316,50 +316,15 @@ def _difference(model: Any, server: Server, prompt: list[int]) -> float:
     return max(abs(float(expected[token]) - value) for token, value in server.logprobs(prompt).items())
 
 
-def make_model(out: Path, tokenizer: Path) -> None:
-    """A random Qwen2 of 1.57B parameters, with the tokenizer's files of another folder (vocabulary 49,152)."""
-    import shutil
-
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        hidden_size=1536,
-        num_hidden_layers=32,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        intermediate_size=8960,
-        vocab_size=49152,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-        use_sliding_window=False,
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = Qwen2ForCausalLM(config)
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out)
-    for file in tokenizer.iterdir():
-        if file.name.startswith(("tokenizer", "chat_template", "special_tokens", "generation_config")):
-            shutil.copyfile(file, out / file.name)
-
-
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("same", "pair", "vllm", "model"))
+    parser.add_argument("part", choices=("same", "pair", "vllm"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default="1.57B,8B")
     parser.add_argument("--transports", default="nccl,nixl,cuda-ipc", help="of part pair")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of a running vLLM")
-    parser.add_argument("--model", type=Path, help="the folder that it serves, or that part model writes")
-    parser.add_argument("--tokenizer", type=Path, help="folder of part model")
+    parser.add_argument("--model", type=Path, help="the folder that it serves")
     given = parser.parse_args(words)
-    if given.part == "model":
-        make_model(given.model, given.tokenizer)
-        return 0
     if given.part == "vllm":
         return not into_vllm(given.url, given.model, given.rounds)
     sizes = given.sizes.split(",")
