@@ -15,11 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace.blocks.weights import Partition, Plan
+from headrace.blocks.weights import Plan
 from headrace.engines.checkpoint.carriers.base import Carrier
 from headrace.engines.checkpoint.delta import Form
 from headrace.engines.checkpoint.errors import WeightError
-from headrace.engines.checkpoint.hashes import hash_of, hashing_of
 from headrace.engines.checkpoint.messages import HEAD, Message, decode, encode, length
 from headrace.engines.checkpoint.plan import digest_of_hashes
 from headrace.engines.checkpoint.rendezvous import tune
@@ -174,13 +173,8 @@ class Courier:
         self._publisher_waits = False
         self._need_one()
 
-    async def announce(self, partition: Partition, data: Tensor, form: Form, found: str | None) -> None:
-        """Tells everybody of a filled slot.
-
-        data: what lies in it, uint8; found: the hash of the partition, None to have it made here.
-        """
-        if found is None:
-            found = await asyncio.to_thread(hash_of, data, hashing_of(data.device))
+    async def announce(self, data: Tensor, form: Form, found: str) -> None:
+        """Tells everybody of a filled slot. data: what lies in it, uint8; found: the hash of the partition."""
         self._ready.append(_Ready(data, form, found))
         await self._notify()
         if data.numel():

@@ -15,7 +15,7 @@ from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Export, Release, Sender
 from headrace.engines.checkpoint.kept import StoreSender, pull_store
 from headrace.engines.checkpoint.load import Expect, Settle, Sink
-from headrace.engines.checkpoint.plan import PARTITION_BYTES, Meta, make_plan, wire_metas
+from headrace.engines.checkpoint.plan import PARTITION_BYTES, Meta, planned
 from headrace.engines.checkpoint.stream import StreamSender
 from headrace.engines.checkpoint.stream_pull import pull_stream
 from headrace.engines.experience.files import StoreError
@@ -54,7 +54,7 @@ def publish(
     more. Raises WeightError; the version then does not exist.
     """
     try:
-        plan = make_plan(wire_metas(metas, wire_dtype), partition_bytes)
+        plan = planned(tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas), wire_dtype, partition_bytes)
         if not plan.partitions:
             raise WeightError("there is no tensor to publish", version=version)
         release = Release(plan, version, train_step, parent, f"{socket.gethostname()}:{os.getpid()}")

@@ -5,6 +5,7 @@ partition begins a new one; only tensors larger than a partition span several. H
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -79,6 +80,23 @@ def make_plan(metas: Iterable[Meta], partition_bytes: int = PARTITION_BYTES) -> 
             for index, slices in enumerate(partitions)
         ]
     )
+
+
+@lru_cache(maxsize=4)
+def planned(metas: tuple[tuple[str, str, tuple[int, ...]], ...], wire_dtype: str, partition_bytes: int) -> Plan:
+    """The plan of a model's metas on the wire; kept, because every version has the same. Raises as ``make_plan``."""
+    return make_plan(wire_metas(metas, wire_dtype), partition_bytes)
+
+
+@lru_cache(maxsize=4)
+def read_plan(text: str) -> Plan:
+    """A plan from its JSON, checked; kept, because every version has the same.
+
+    Raises ValueError or WeightError when it is none that ``make_plan`` could have made.
+    """
+    plan = Plan.model_validate_json(text)
+    check_plan(plan)
+    return plan
 
 
 def check_plan(plan: Plan) -> None:

@@ -5,10 +5,8 @@ first publish and stays with the process, so that receivers can wait there, and 
 answered.
 """
 
-import ctypes
 import os
 import secrets
-import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +16,8 @@ from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint.carriers.names import LOCAL
 from headrace.engines.checkpoint.errors import WeightError
 
-_IN_MOVED_TO, _IN_CREATE, _IN_CLOEXEC, _IN_NONBLOCK = 0x80, 0x100, 0o2000000, 0o4000
-
-
-_AGAIN_S = 0.1
+_LOOK_S, _AGAIN_S = 0.003, 0.1
+"""Between two attempts to reach a publisher on this machine, and on another."""
 _reserved: dict[str, socket.socket] = {}
 
 
@@ -140,49 +136,28 @@ def _connect_at_path(
     address: str, welcomed: bool, deadline_s: float, failed: Callable[[str, str], WeightError]
 ) -> tuple[socket.socket, int | None]:
     end = time.monotonic() + deadline_s
-    folder = os.path.dirname(os.path.abspath(address))
     try:
-        os.makedirs(folder, exist_ok=True)
-        appeared = _watch(folder)
+        os.makedirs(os.path.dirname(os.path.abspath(address)), exist_ok=True)
     except OSError as error:
         raise failed(f"cannot wait for {address}: {error}", "a folder that this user may write") from error
-    try:
-        while True:
-            link = socket.socket(socket.AF_UNIX)
-            # OSError: there is no socket yet, or that of a publisher which ended.
-            with suppress(OSError), short(address) as path:
-                link.settimeout(max(end - time.monotonic(), 1e-3))
-                link.connect(path)
-                if not welcomed:
-                    return link, None
-                welcome, descriptors, _, _ = socket.recv_fds(link, 1, 1)
-                if welcome and descriptors:
-                    return link, descriptors[0]
-            link.close()
-            while not _named(appeared, os.path.basename(address), end - time.monotonic()):
-                if time.monotonic() >= end:
-                    raise failed(
-                        f"no publisher listened at {address} for {deadline_s:g} s",
-                        "publish to the same address, on the same machine",
-                    )
-    finally:
-        os.close(appeared)
-
-
-def _watch(folder: str) -> int:
-    """An inotify descriptor that reports what appears in a folder: a wait that needs no polling."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    descriptor = libc.inotify_init1(_IN_CLOEXEC | _IN_NONBLOCK)
-    if descriptor < 0 or libc.inotify_add_watch(descriptor, os.fsencode(folder), _IN_MOVED_TO | _IN_CREATE) < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return descriptor
-
-
-def _named(descriptor: int, name: str, timeout_s: float) -> bool:
-    """True when something of that name appeared; False when anything else did or time is over."""
-    if not select.select([descriptor], [], [], max(timeout_s, 0))[0]:
-        return False
-    return os.fsencode(name) in os.read(descriptor, 1 << 16)
+    while True:
+        link = socket.socket(socket.AF_UNIX)
+        # OSError: there is no socket yet, or that of a publisher which ended.
+        with suppress(OSError), short(address) as path:
+            link.settimeout(max(end - time.monotonic(), 1e-3))
+            link.connect(path)
+            if not welcomed:
+                return link, None
+            welcome, descriptors, _, _ = socket.recv_fds(link, 1, 1)
+            if welcome and descriptors:
+                return link, descriptors[0]
+        link.close()
+        if time.monotonic() >= end:
+            raise failed(
+                f"no publisher listened at {address} for {deadline_s:g} s",
+                "publish to the same address, on the same machine",
+            )
+        time.sleep(_LOOK_S)  # part of the pause of every update; closing an inotify watch alone takes longer
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from headrace.engines.checkpoint.courier import Courier
 from headrace.engines.checkpoint.delta import Kept, kept_for
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Release
-from headrace.engines.checkpoint.hashes import Hashing, hashing_of
+from headrace.engines.checkpoint.hashes import Hashing, hash_of, hashing_of
 from headrace.engines.checkpoint.rendezvous import listen, unlisten
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class StreamSender:
             "device": self._carrier.slot(0).device.type,
             "hashing": self._hashing,
             "slot_bytes": self._carrier.slot_bytes,
-            "plan": plan.model_dump(),
+            "plan": plan.model_dump_json(),
         }
         base = self._kept.digest_for(plan) if self._kept else ""
         secret = self._address.partition("#")[2]
@@ -110,9 +110,10 @@ class StreamSender:
             self._ask(self._courier.free(partition.index))
             slot = self._slot(partition)
             form, nbytes = self._kept.give(partition, fresh, found, slot, self._courier.shared)
-            self._announce(self._courier.announce(partition, slot[:nbytes], form, found))
+            self._announce(self._courier.announce(slot[:nbytes], form, found))
         else:
-            self._announce(self._courier.announce(partition, self._slot(partition), "full", found))
+            slot = self._slot(partition)
+            self._announce(self._courier.announce(slot, "full", found or hash_of(slot, self._hashing)))
 
     def commit(self) -> WeightManifest:
         if self._announcing is not None:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.blocks.weights import Partition, Plan, WeightSource
+from headrace.blocks.weights import Partition, WeightSource
 from headrace.engines.checkpoint.carriers.base import Intake, make_intake
 from headrace.engines.checkpoint.carriers.group import held
 from headrace.engines.checkpoint.delta import Kept, kept_for
 from headrace.engines.checkpoint.hashes import hash_of
 from headrace.engines.checkpoint.link import Link
 from headrace.engines.checkpoint.load import Assembler, Expect, Settle, Sink, check_expected, overlap
-from headrace.engines.checkpoint.plan import check_plan, digest_of_hashes
+from headrace.engines.checkpoint.plan import digest_of_hashes, read_plan
 
 
 def pull_stream(
@@ -54,10 +54,9 @@ class _Pull:
         if offer["version"] != source.version:
             raise link.error(f"the publisher at {link.where} sends version {offer['version']}")
         try:
-            self.plan = Plan.model_validate(offer["plan"])
+            self.plan = read_plan(offer["plan"])
         except ValueError as error:
             raise link.error(f"the publisher's plan cannot be used: {error}") from error
-        check_plan(self.plan)
         check_expected(self.plan, expect)
         if offer["transport"] != source.transport:
             raise link.error(f"the publisher sends over {offer['transport']}, not {source.transport}")

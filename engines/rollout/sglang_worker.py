@@ -12,9 +12,11 @@ import torch
 
 from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint import WeightError, pull
+from headrace.engines.rollout.copies import Copies
 
 LOADER = "headrace.engines.rollout.sglang_worker.load"
 PARAMETERS = "headrace.order"
+KNOWN = "_headrace_copies"
 
 
 def order(source: str, expect: str, deadline_s: str, outcome: Path) -> list[tuple[str, torch.Tensor]]:
@@ -31,6 +33,10 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     begun = False
 
     waiting: list[tuple[str, torch.Tensor]] = []
+    copies = getattr(model, KNOWN, None)
+    if copies is None or not copies.fits():
+        copies = Copies(model, model.load_weights)
+    setattr(model, KNOWN, None)  # until this load is complete
 
     def take(name: str, weights: torch.Tensor) -> None:
         waiting.append((name, weights))
@@ -39,7 +45,7 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         # A partition at a time: each call of a model's loader lists all parameters first.
         nonlocal begun
         begun = True
-        model.load_weights(waiting)
+        copies.load(waiting)
         waiting.clear()
 
     try:
@@ -55,6 +61,8 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         )
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        copies.finish()
+        setattr(model, KNOWN, copies)
         said: dict[str, Any] = {"served": served.model_dump()}
     except WeightError as error:
         said = {"error": str(error), "spoiled": begun}

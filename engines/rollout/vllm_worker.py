@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 
 from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint import WeightError, pull
+from headrace.engines.rollout.copies import Copies
 
 
 class HeadraceWorker:
@@ -32,7 +33,12 @@ class HeadraceWorker:
             model has been touched, so that this process must not serve any more.
         """
         worker: Any = self
-        loading = _Loading(worker.model_runner.get_model(), worker.device)
+        model = worker.model_runner.get_model()
+        copies = getattr(self, "_copies", None)
+        if copies is None or not copies.fits():
+            copies = Copies(model, model.load_weights)
+        self._copies = None  # until this load is complete
+        loading = _Loading(model, worker.device, copies)
         with set_current_vllm_config(worker.vllm_config):
             try:
                 wanted = {name: (dtype, shape) for name, (dtype, shape) in json.loads(expect).items()}
@@ -53,6 +59,7 @@ class HeadraceWorker:
                 return {"error": f"vLLM: {type(error).__name__}: {error}", "spoiled": loading.begun}
         if worker.vllm_config.lora_config is not None:
             worker.model_runner.reset_lora_state()
+        self._copies = copies
         return {"served": served.model_dump()}
 
 
@@ -64,9 +71,8 @@ class _Loading:
     """One load, fed one tensor at a time and passed on one partition at a time: each call of vLLM's loader lists all
     parameters of the model first."""
 
-    def __init__(self, model: Any, device: torch.device) -> None:
-        self._model = model
-        self._loaded: set[str] = set()
+    def __init__(self, model: Any, device: torch.device, copies: Copies) -> None:
+        self._model, self._copies = model, copies
         self._waiting: list[tuple[str, torch.Tensor]] = []
         methods = [getattr(module, "quant_method", None) for module in model.modules()]
         latent = any(type(module).__name__ == "MLAAttention" for module in model.modules())
@@ -89,19 +95,24 @@ class _Loading:
             if not self._in_place:
                 initialize_layerwise_reload(self._model)
         if self._waiting:
-            self._loaded |= self._model.load_weights(self._waiting)
+            if self._in_place:
+                self._copies.load(self._waiting)
+            else:
+                self._copies.loaded |= self._model.load_weights(self._waiting)
             self._waiting = []
 
     def finish(self, model_config: Any, version: int) -> None:
         """Raises WeightError when a parameter of the model was not loaded."""
         # With LoRA adapters vLLM wraps layers; it finds what is theirs by the names that they had before.
-        missing = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()} - self._loaded
+        missing = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
+        missing -= self._copies.loaded
         if model_config.hf_text_config.tie_word_embeddings:
             missing.discard("lm_head.weight")
         if missing:
             what = f"vLLM loaded nothing into {len(missing)} parameters, first {min(missing)}"
             raise WeightError(what, version=version)
         if self._in_place:
+            self._copies.finish()
             return
         finalize_layerwise_reload(self._model, model_config)
         _repack_tied_head(self._model)
