@@ -49,9 +49,14 @@ def packed(tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
     return [(name, part.view(t.shape)) for (name, t), part in zip(tensors.items(), parts, strict=True)]
 
 
-def load(copies: Copies, tensors: dict[str, Tensor]) -> None:
+def halves(tensors: dict[str, Tensor]) -> list[list[tuple[str, Tensor]]]:
+    """As two partitions."""
     batch = packed(tensors)
-    for some in (batch[:2], batch[2:]):
+    return [batch[:2], batch[2:]]
+
+
+def load(copies: Copies, tensors: dict[str, Tensor]) -> None:
+    for some in halves(tensors):
         copies.load(some)
     copies.finish()
 
@@ -103,7 +108,8 @@ def test_a_loader_that_does_anything_else_is_called_each_time(loader: Callable[[
     copies = Copies(model, lambda batch: loader(model, batch))
     for seed in (1, 2):
         load(copies, version(seed))
-        loader(reference, packed(version(seed)))
+        for some in halves(version(seed)):
+            loader(reference, some)
         assert not copies.known
         assert all(torch.equal(dict(model.named_parameters())[name], p) for name, p in state(reference).items())
 
