@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from benchmarks import weights_gpu
-from benchmarks.weights_gpu import Metas, metas_of, nbytes_of, show
+from benchmarks.weights_figures import Metas, metas_of, nbytes_of, show
 from headrace.blocks.weights import Transport, WeightSource
 from headrace.engines.checkpoint import publish, pull, rendezvous, reserve
 

@@ -74,7 +74,7 @@ class VLLMRollout(Strict):
     max_num_seqs: int = Field(64, ge=1)
     """Sequences decoded at the same time."""
     kv_cache_memory_bytes: int | None = Field(None, ge=1)
-    """Memory of the KV cache on a CPU; left out, vLLM decides."""
+    """Memory of the KV cache. Left out: on a GPU the rest of its share, on a CPU vLLM decides."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of the GPU's memory that vLLM may take."""
     enforce_eager: bool = True

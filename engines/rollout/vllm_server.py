@@ -47,7 +47,7 @@ def flags(spec: RolloutSpec) -> list[str]:
         if backend.step_graphs:
             given += ["--compilation-config", json.dumps(step_graphs(backend.max_num_seqs))]
         given += ["--gpu-memory-utilization", str(backend.gpu_memory_utilization)]
-    elif backend.kv_cache_memory_bytes:
+    if backend.kv_cache_memory_bytes:
         given += ["--kv-cache-memory-bytes", str(backend.kv_cache_memory_bytes)]
     if backend.max_lora_rank:  # the next version is loaded beside the one in use
         given += ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "2"]
