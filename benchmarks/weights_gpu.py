@@ -45,11 +45,12 @@ def receiver(pipe: Connection, device: str, metas: Metas) -> None:
         waiting.append((parameters[name], tensor))
 
     def settle() -> None:
-        events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
         if waiting:
-            events[-1][0].record()
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began.record()
             torch._foreach_copy_([into for into, _ in waiting], [tensor for _, tensor in waiting])
-            events[-1][1].record()
+            ended.record()
+            events.append((began, ended))
         waiting.clear()
 
     pipe.send("ready")
@@ -66,6 +67,16 @@ def receiver(pipe: Connection, device: str, metas: Metas) -> None:
         pipe.send(float(sum(p.double().sum() for p in parameters.values())))
 
 
+def hear(pipe: Connection) -> Any:
+    """What the receiver says. Raises RuntimeError when it says nothing for two minutes, or has ended."""
+    if not pipe.poll(120):
+        raise RuntimeError("the receiver says nothing")
+    try:
+        return pipe.recv()
+    except EOFError as error:
+        raise RuntimeError("the receiver ended") from error
+
+
 def between(transport: str, size: str, source: str, target: str, partition_mb: int, rounds: int) -> dict[str, Any]:
     """Seconds of each round but the first, from the first tensor to the confirmed digest."""
     metas = metas_of(size)
@@ -77,12 +88,11 @@ def between(transport: str, size: str, source: str, target: str, partition_mb: i
     pipe, theirs = context.Pipe()
     process = context.Process(target=receiver, args=(theirs, target, metas), daemon=True)
     process.start()
+    theirs.close()  # else its end would not be heard
     seconds: list[float] = []
     copies: list[float] = []
     try:
-        if not pipe.poll(120):
-            raise RuntimeError("the receiver did not start")
-        pipe.recv()
+        hear(pipe)
         for version in range(rounds + 1):
             with torch.no_grad():
                 model["embed"].add_(1.0)
@@ -100,11 +110,11 @@ def between(transport: str, size: str, source: str, target: str, partition_mb: i
                 device=source,
                 partition_bytes=partition_mb << 20,
             )
-            answer = pipe.recv()
+            answer = hear(pipe)
             if isinstance(answer, WeightError):
                 raise answer
             served, ended, copied = answer
-            if served.digest != manifest.digest or pipe.recv() != float(sum(p.double().sum() for p in model.values())):
+            if served.digest != manifest.digest or hear(pipe) != float(sum(p.double().sum() for p in model.values())):
                 raise RuntimeError("the receiver has other weights")
             seconds.append(ended - began)
             copies.append(copied)

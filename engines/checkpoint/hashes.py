@@ -1,10 +1,11 @@
 """Hashes of partitions, computed where the bytes lie.
 
 ``xxh3`` is xxh3-128 of the bytes: the hash of everything in host memory. ``sums`` is the hash of everything in GPU
-memory, where xxh3 cannot run: the bytes are read as 64-bit words in rows of 8,192; each row gives the sum of its words
-times fixed odd weights, modulo 2^64; the hash is xxh3-128 over the rows' sums, the last words and the length. Integer
-sums do not depend on their order, so any device gives the same. One changed word always changes its row's sum, because
-an odd weight is invertible; two exchanged words meet different weights; exchanged rows meet xxh3.
+memory, where xxh3 cannot run: the bytes are read as rows of 65,536 8-bit integers; each row gives 16 sums of its bytes
+times fixed odd weights, a product of integer matrices, which reads the bytes once and never overflows 32 bits; the hash
+is xxh3-128 over all sums and the length. Integer sums do not depend on their order, so any device gives the same. One
+changed byte always changes its row's sums, because no weight is zero; two exchanged bytes meet different weights;
+exchanged rows meet xxh3.
 """
 
 from functools import lru_cache
@@ -17,10 +18,12 @@ from torch import Tensor
 
 Hashing = Literal["xxh3", "sums"]
 
-_ROW = 8192
-"""Words of a row: 64 KiB."""
-_CHUNK = 1024
-"""Rows that are multiplied at a time, so that the product takes 64 MiB."""
+_ROW = 65536
+"""Bytes of a row."""
+_SUMS = 16
+"""Of a row, 32 bits each."""
+_FEWEST = 32
+"""Rows of a product: cuBLAS wants more than 16."""
 
 
 def hashing_of(device: torch.device) -> Hashing:
@@ -29,33 +32,34 @@ def hashing_of(device: torch.device) -> Hashing:
 
 
 def hash_of(data: Tensor, hashing: Hashing) -> str:
-    """The hash, as hex, of a contiguous uint8 tensor [n], whose first byte is aligned to 8 for ``sums``.
+    """The hash, as hex, of a contiguous uint8 tensor [n], whose first byte is aligned to 16 for ``sums``.
 
     On a GPU it waits for what was queued before it on the current stream.
     """
     if hashing == "xxh3":
         return xxhash.xxh3_128_hexdigest(data.numpy().data)
     state = xxhash.xxh3_128(row_sums(data).numpy().data)
-    state.update(data[data.numel() // 8 * 8 :].cpu().numpy().data)
     state.update(data.numel().to_bytes(8, "little"))
     return state.hexdigest()
 
 
 def row_sums(data: Tensor) -> Tensor:
-    """int64 [rows] on the CPU: the weighted sum of each row of a uint8 tensor [n]; the last row may be short."""
-    if data.numel() < 8:
-        return torch.zeros(1, dtype=torch.int64)
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
+    """int32 [rows, 16] on the CPU: the weighted sums of each row of a uint8 tensor [n]; zeros fill the last row."""
     weights = _weights(data.device)
-    whole = words.numel() // _ROW
-    rows = words[: whole * _ROW].view(whole, _ROW)
-    sums = [(rows[i : i + _CHUNK] * weights).sum(1) for i in range(0, whole, _CHUNK)]
-    rest = words[whole * _ROW :]
-    return torch.cat([*sums, (rest * weights[: rest.numel()]).sum().reshape(1)]).cpu()
+    whole = data.numel() // _ROW
+    if whole < _FEWEST:
+        whole = 0
+    rest = data[whole * _ROW :]
+    few = torch.zeros(_FEWEST, _ROW, dtype=torch.int8, device=data.device)
+    few.view(-1)[: rest.numel()] = rest.view(torch.int8)
+    sums = torch._int_mm(few, weights)[: -(-rest.numel() // _ROW)]
+    if whole:
+        sums = torch.cat([torch._int_mm(data[: whole * _ROW].view(torch.int8).view(whole, _ROW), weights), sums])
+    return sums.cpu()
 
 
 @lru_cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd words from a generator whose bits numpy promises to keep."""
-    drawn = np.random.PCG64(20261130).random_raw(_ROW) | np.uint64(1)
-    return torch.from_numpy(drawn.view(np.int64).copy()).to(device)
+    """int8 [bytes of a row, sums], odd, column by column, from a generator whose bits numpy promises to keep."""
+    drawn = np.random.PCG64(20261130).random_raw(_ROW * _SUMS // 8) | np.uint64(0x0101010101010101)
+    return torch.from_numpy(drawn.view(np.int8).copy()).view(_SUMS, _ROW).to(device).t()

@@ -6,14 +6,14 @@ import torch
 
 from headrace.engines.checkpoint.hashes import hash_of, row_sums
 
-WORDS = 8192
+ROW = 65536
 
 
 def data(nbytes: int) -> torch.Tensor:
     return torch.from_numpy(np.random.Generator(np.random.PCG64(3)).integers(0, 256, nbytes, np.uint8))
 
 
-@pytest.mark.parametrize("nbytes", [0, 5, 8, 65536, 65536 + 13, 5 * 65536, 3 * 65536 - 8])
+@pytest.mark.parametrize("nbytes", [0, 5, 8, 65536, 65536 + 13, 5 * 65536, 3 * 65536 - 8, 40 * 65536 + 13])
 def test_every_byte_and_the_length_count(nbytes: int) -> None:
     whole = data(nbytes)
     found = {hash_of(whole, "sums")}
@@ -25,15 +25,25 @@ def test_every_byte_and_the_length_count(nbytes: int) -> None:
     assert hash_of(torch.cat([whole, torch.zeros(1, dtype=torch.uint8)]), "sums") not in found
 
 
-def test_the_sums_are_those_of_arbitrary_precision() -> None:
-    whole = data(2 * 65536 + 24)
-    weights = [int(w) | 1 for w in np.random.PCG64(20261130).random_raw(WORDS)]
-    words = [int(w) for w in whole.numpy().view(np.uint64)]
-    expected = [
-        sum(w * m for w, m in zip(words[i : i + WORDS], weights, strict=False)) % 2**64
-        for i in range(0, len(words), WORDS)
-    ]
-    assert [value % 2**64 for value in row_sums(whole).tolist()] == expected
+@pytest.mark.parametrize("rows", [2, 40])
+def test_the_sums_are_those_of_arbitrary_precision(rows: int) -> None:
+    whole = data(rows * ROW + 24)
+    drawn = np.random.PCG64(20261130).random_raw(ROW * 16 // 8) | np.uint64(0x0101010101010101)
+    weights = drawn.view(np.int8).reshape(16, ROW).astype(object)
+    padded = np.zeros((rows + 1) * ROW, np.int8)
+    padded[: len(whole)] = whole.numpy().view(np.int8)
+    some = padded.reshape(-1, ROW)[[0, rows - 1, rows]].astype(object)
+    assert row_sums(whole)[[0, rows - 1, rows]].tolist() == (some @ weights.T).tolist()
+
+
+def test_no_row_overflows() -> None:
+    for byte in (0x80, 0x7F):
+        extreme = torch.full((ROW,), byte, dtype=torch.uint8)
+        signed = byte - 256 if byte > 127 else byte
+        drawn = np.random.PCG64(20261130).random_raw(ROW * 16 // 8) | np.uint64(0x0101010101010101)
+        sums = drawn.view(np.int8).reshape(16, ROW).astype(np.int64).sum(1) * signed
+        assert row_sums(extreme).tolist() == [sums.tolist()]
+    assert ROW * 128 * 127 < 2**31
 
 
 def test_exchanged_words_and_rows_are_seen() -> None:
