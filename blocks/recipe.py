@@ -211,8 +211,8 @@ class Weights(Strict):
     transport: Literal["auto", "shm", "cuda-ipc", "tcp", "nixl", "gloo", "nccl", "store"] = "auto"
     """auto = by placement: on one machine shm (between GPUs cuda-ipc, nccl when the pools differ), else tcp (between
     GPUs nixl). store: safetensors partitions in the campaign's store."""
-    partition_mb: int = Field(32, ge=1, le=4096)
-    """Size of one partition, MiB. Each side holds at most two."""
+    partition_mb: int | None = Field(None, ge=1, le=8192)
+    """Half of the memory that each side takes beside its weights, MiB. Left out: 16; between GPUs 1024."""
     delta: bool = False
     """Send only what changed. Costs one copy of the weights in host memory on each side; for shm, tcp, nixl on CPUs."""
 

@@ -33,6 +33,11 @@ def transport_for(recipe: Recipe, actor: Lease, rollouts: Collection[Lease]) -> 
     return "cuda-ipc" if recipe.roles.actor.pool == recipe.roles.rollout.pool else "nccl"
 
 
+def partition_mb(transport: Transport) -> int:
+    """Measured: in host memory what stays in a processor's cache is fastest, on GPUs few large partitions are."""
+    return 1024 if transport in ("cuda-ipc", "nccl") else 16
+
+
 def workers(recipe: Recipe) -> int:
     """Processes of one rollout engine that each pull the weights."""
     return max(1, recipe.roles.rollout.gpus) if recipe.rollout.backend.kind in ("vllm", "sglang") else 1

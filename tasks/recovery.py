@@ -144,7 +144,7 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
         "address": source.address,
         "store": source.store,
         "receivers": len(rollouts) * placement.workers(c.recipe),
-        "partition_bytes": spec.partition_mb << 20,
+        "partition_bytes": (spec.partition_mb or placement.partition_mb(source.transport)) << 20,
         "delta": spec.delta,
         "deadline_s": deadline,
     }

@@ -1,7 +1,7 @@
 """The publisher's side of the conversation with its receivers: one task for each, in one event loop.
 
-A receiver hears of partition i + 1 before it has acknowledged i, so that it can check one while it loads the other. A
-receiver that dies, or is silent beyond the deadline, is dropped; the others go on.
+A receiver hears of a partition as soon as it lies in a slot, and acknowledges it when it has loaded it. One that dies,
+or is silent beyond the deadline, is dropped; the others go on.
 """
 
 import asyncio
@@ -9,6 +9,8 @@ import contextlib
 import hmac
 import logging
 import socket
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from headrace.blocks.weights import Plan
 from headrace.engines.checkpoint.carriers.base import Carrier
+from headrace.engines.checkpoint.carriers.names import SLOTS
 from headrace.engines.checkpoint.delta import Form
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.messages import HEAD, Message, decode, encode, length
@@ -53,8 +56,10 @@ class _Peer:
         self.name = "a receiver that had not joined"
         self.spoke = False
         self.joined: Message = {}
-        self.acknowledged = -1
-        """Index of the last partition that it has loaded."""
+        self.told = self.acknowledged = -1
+        """Index of the last partition that it has heard of, and that it has loaded."""
+        self.heard = 0.0
+        """When it last acknowledged something, or got something to do."""
 
     async def welcome(self, secret: str, carrier: Carrier) -> None:
         """Raises WeightError for somebody who does not know the address's secret."""
@@ -73,7 +78,11 @@ class _Peer:
         await asyncio.wait_for(sending, self._deadline_s)
 
     async def receive(self, kind: str) -> Message:
-        message = decode(await asyncio.wait_for(self._message(), self._deadline_s))
+        return await asyncio.wait_for(self.hear(kind), self._deadline_s)
+
+    async def hear(self, kind: str) -> Message:
+        """Without a deadline."""
+        message = decode(await self._message())
         self.spoke = True
         if message["kind"] == "abort":
             raise WeightError(message["reason"])
@@ -125,7 +134,7 @@ class Courier:
         self._carrier, self._offer, self._plan, self._receivers = carrier, offer, plan, receivers
         self._deadline_s, self._secret, self._base = deadline_s, secret, base
         self._ready: list[_Ready] = []
-        """Every announced partition; the slots of those before the last two hold others by now."""
+        """Every announced partition; the slots of those before the last SLOTS hold others by now."""
         self.shared = False
         """Whether every receiver has the publisher's base, so that changes are enough."""
         self._digest = ""
@@ -139,7 +148,11 @@ class Courier:
         self._open = True
         self._publisher_waits = True
         """While the publisher waits for receivers, the others hear ``alive``; while it exports, they hear nothing."""
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
+        """Replaced whenever anything changed."""
+        self._exporter = threading.Condition()
+        """What follows is for the exporting thread, as of the last change."""
+        self._least, self._short = -1, False
 
     async def gather(self, listener: socket.socket) -> None:
         """Waits for the receivers; goes on with those that came when the deadline ends. Raises WeightError for none."""
@@ -163,29 +176,35 @@ class Courier:
         self._groups = dict(zip(peers, told, strict=True)) if told else {}
         self._begun = True
         self._publisher_waits = False
-        await self._notify()
+        self._notify()
         await asyncio.to_thread(self._carrier.join, self._deadline_s)
 
-    async def free(self, index: int) -> None:
-        """Waits until the slot of partition ``index`` may be written. Raises WeightError when nobody is left."""
-        self._publisher_waits = True
-        await self._until(lambda: all(peer.acknowledged >= index - 2 for peer in self._living))
-        self._publisher_waits = False
-        self._need_one()
+    def free(self, index: int) -> None:
+        """The exporting thread waits until the slot of partition ``index`` may be written.
 
-    async def announce(self, data: Tensor, form: Form, found: str) -> None:
+        Raises WeightError when nobody is left, or when a receiver neither acknowledges nor is dropped.
+        """
+        self._publisher_waits = True
+        limit = 6 * self._deadline_s + 5  # each wait for a receiver has its own deadline; this is beyond all of them
+        with self._exporter:
+            in_time = self._exporter.wait_for(lambda: self._short or self._least >= index - SLOTS, limit)
+        self._publisher_waits = False
+        if self._short:
+            raise self._nobody()
+        if not in_time:
+            raise WeightError(f"slots were not given back for {limit:g} s", version=self._offer["version"])
+
+    def announce(self, data: Tensor, form: Form, found: str) -> None:
         """Tells everybody of a filled slot. data: what lies in it, uint8; found: the hash of the partition."""
         self._ready.append(_Ready(data, form, found))
-        await self._notify()
-        if data.numel():
-            await asyncio.to_thread(self._carrier.spread, data, self._deadline_s)
+        self._notify()
 
     async def finish(self) -> list[str]:
         """Waits until every living receiver has confirmed the digest; returns the hashes."""
+        self._publisher_waits = True
         hashes = [ready.hash for ready in self._ready]
         self._digest = digest_of_hashes(hashes)
-        self._publisher_waits = True
-        await self._notify()
+        self._notify()
         await self._until(lambda: not self._living)
         if self._served < (len(self._groups) if self._carrier.static else 1):
             raise self._nobody()
@@ -216,15 +235,10 @@ class Courier:
             if not self._open:
                 raise WeightError("it joined after the first partition")
             self._living.add(peer)
-            await self._notify()
+            self._notify()
             await self._next(peer, lambda: self._begun)
             await peer.send("begin", group=self._groups.get(peer, {}))
-            for index in range(self._partitions):
-                await self._next(peer, lambda index=index: len(self._ready) > index)
-                await self._tell(peer, index)
-                if index:
-                    await self._acknowledged(peer, index - 1)
-            await self._acknowledged(peer, self._partitions - 1)
+            await self._deliver(peer)
             await self._next(peer, lambda: bool(self._digest))
             await peer.send("commit", digest=self._digest)
             await peer.receive("done")
@@ -238,26 +252,54 @@ class Courier:
         finally:
             peer.close()
             self._living.discard(peer)
-            await self._notify()
+            self._notify()
+
+    async def _deliver(self, peer: _Peer) -> None:
+        """All partitions, until the last one is acknowledged."""
+        listening = asyncio.create_task(self._listen(peer))
+        listening.add_done_callback(lambda _: self._notify())
+        try:
+            for index in range(self._partitions):
+                await self._next(peer, lambda index=index: len(self._ready) > index or listening.done())
+                if listening.done():
+                    break
+                await self._tell(peer, index)
+            await self._next(peer, listening.done)
+            listening.result()
+        except OSError:
+            if (await asyncio.wait({listening}, timeout=1))[0]:
+                listening.result()  # what it said before it hung up
+            raise
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
 
     async def _tell(self, peer: _Peer, index: int) -> None:
         ready = self._ready[index]
         nbytes = ready.data.numel()
-        await peer.send("ready", index=index, slot=index % 2, hash=ready.hash, form=ready.form, nbytes=nbytes)
+        if peer.told == peer.acknowledged:
+            peer.heard = time.monotonic()
+        peer.told = index
+        await peer.send("ready", index=index, slot=index % SLOTS, hash=ready.hash, form=ready.form, nbytes=nbytes)
         if nbytes and (content := self._carrier.bytes_for(ready.data)) is not None:
             await peer.send_bytes(content)
 
-    async def _acknowledged(self, peer: _Peer, index: int) -> None:
-        if (await peer.receive("ack"))["index"] != index:
-            raise WeightError(f"it acknowledged another partition than {index}")
-        peer.acknowledged = index
-        await self._notify()
+    async def _listen(self, peer: _Peer) -> None:
+        """Until the last partition is acknowledged."""
+        for index in range(self._partitions):
+            if (await peer.hear("ack"))["index"] != index:
+                raise WeightError(f"it acknowledged another partition than {index}")
+            peer.acknowledged, peer.heard = index, time.monotonic()
+            self._notify()
 
     async def _next(self, peer: _Peer, ready: Callable[[], bool]) -> None:
+        """Waits, with signs of life; raises TimeoutError when the receiver has something to do and is silent."""
         while not ready():
             try:
-                await asyncio.wait_for(self._until(ready), _ALIVE_S)
+                await asyncio.wait_for(self._until(ready), min(_ALIVE_S, self._deadline_s))
             except TimeoutError:
+                if peer.told > peer.acknowledged and time.monotonic() - peer.heard > self._deadline_s:
+                    raise
                 if self._publisher_waits:
                     await peer.send("alive")
 
@@ -270,8 +312,7 @@ class Courier:
             await asyncio.wait_for(peer.send("abort", reason=f"this receiver was dropped: {why}"), 1)
 
     def _need_one(self) -> None:
-        lost = self._carrier.static and len(self._living) < len(self._groups)
-        if not self._living or lost:
+        if self._too_few():
             raise self._nobody()
 
     def _nobody(self) -> WeightError:
@@ -282,9 +323,16 @@ class Courier:
         )
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(condition)
+        while not condition():
+            await self._changed.wait()
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        with self._exporter:
+            self._least = min((peer.acknowledged for peer in self._living), default=-1)
+            self._short = self._begun and self._too_few()
+            self._exporter.notify()
+
+    def _too_few(self) -> bool:
+        return not self._living or (self._carrier.static and len(self._living) < len(self._groups))

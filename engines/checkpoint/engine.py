@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.blocks.weights import Served, Transport, WeightManifest, WeightSource
 from headrace.engines.checkpoint.carriers.base import unusable
-from headrace.engines.checkpoint.carriers.names import ON_GPU
+from headrace.engines.checkpoint.carriers.names import ON_GPU, SLOTS
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Export, Release, Sender
 from headrace.engines.checkpoint.kept import StoreSender, pull_store
@@ -50,11 +50,13 @@ def publish(
     deadline_s: the longest that one wait may take, in seconds. The iterator is always read to its end, so that other
     ranks which take part in its gathers are never left in one.
 
-    Memory: two partitions, and one tensor of the iterator; with ``delta`` one copy of the version and one partition
+    Memory: twice ``partition_bytes`` (transports but the store cut it into four slots, and their partitions are half as
+    large), and one tensor of the iterator; with ``delta`` one copy of the version and one partition
     more. Raises WeightError; the version then does not exist.
     """
     try:
-        plan = planned(tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas), wire_dtype, partition_bytes)
+        limit = partition_bytes if transport == "store" else 2 * partition_bytes // SLOTS
+        plan = planned(tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas), wire_dtype, limit)
         if not plan.partitions:
             raise WeightError("there is no tensor to publish", version=version)
         release = Release(plan, version, train_step, parent, f"{socket.gethostname()}:{os.getpid()}")

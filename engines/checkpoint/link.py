@@ -53,18 +53,17 @@ class Link:
     def receive(self, kind: str) -> Message:
         """The next message, which must be of that kind."""
         while True:
-            end = time.monotonic() + self.deadline_s
-            try:
-                message = decode(self._exactly(length(self._exactly(HEAD, end)), end))
-            except ValueError as error:
-                raise self.error(f"the publisher at {self.where} sent no message: {error}") from error
-            if message["kind"] == "abort":
-                self.gave_up = self.error(f"the publisher gave up: {message['reason']}", "see the trainer's log")
-                raise self.gave_up
+            message = self._next(time.monotonic() + self.deadline_s)
             if message["kind"] == kind:
                 return message
             if message["kind"] != "alive":
                 raise self.error(f"the publisher sent {message['kind']}, expected {kind}")
+
+    def look(self) -> None:
+        """Finds out whether the publisher gave up, from what it has said already. For the thread that receives."""
+        with suppress(WeightError):
+            while self.gave_up is None and select.select([self._socket], [], [], 0)[0]:
+                self._next(time.monotonic() + 1)
 
     def into(self, memory: memoryview) -> None:
         """Fills ``memory`` with the bytes that follow the last message."""
@@ -82,6 +81,16 @@ class Link:
     def where(self) -> str:
         """The publisher's address, without its secret."""
         return self._source.address.partition("#")[0]
+
+    def _next(self, end: float) -> Message:
+        try:
+            message = decode(self._exactly(length(self._exactly(HEAD, end)), end))
+        except ValueError as error:
+            raise self.error(f"the publisher at {self.where} sent no message: {error}") from error
+        if message["kind"] == "abort":
+            self.gave_up = self.error(f"the publisher gave up: {message['reason']}", "see the trainer's log")
+            raise self.gave_up
+        return message
 
     def _exactly(self, count: int, end: float) -> bytes:
         data = bytearray(count)

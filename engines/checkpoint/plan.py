@@ -15,8 +15,8 @@ from torch import Tensor
 from headrace.blocks.weights import Partition, Plan, TensorSlice
 from headrace.engines.checkpoint.errors import WeightError
 
-PARTITION_BYTES = 64 << 20
-"""Default size of a partition: large enough for full bandwidth, small enough for any host."""
+PARTITION_BYTES = 16 << 20
+"""Default size of a partition in host memory: what is written stays in a processor's cache until it is read."""
 
 Meta = tuple[str, str, Sequence[int]]
 """Hugging Face name, torch's dtype name, shape."""

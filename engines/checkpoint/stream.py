@@ -1,13 +1,13 @@
 """Publishing to receivers that pull: the same for every transport but the store.
 
-Partition i lies in slot i % 2. A slot is written again when every living receiver has acknowledged what was in it.
+Partition i lies in slot i % SLOTS. A slot is written again when every living receiver has acknowledged what was in it.
 """
 
 import asyncio
 import mmap
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from headrace.blocks.weights import Partition, WeightManifest
 from headrace.engines.checkpoint.carriers.base import slot_bytes_for
-from headrace.engines.checkpoint.carriers.names import LOCAL
+from headrace.engines.checkpoint.carriers.names import LOCAL, SLOTS
 from headrace.engines.checkpoint.claims import claim, unclaim
 from headrace.engines.checkpoint.courier import Courier
-from headrace.engines.checkpoint.delta import Kept, kept_for
+from headrace.engines.checkpoint.delta import Form, Kept, kept_for
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Release
 from headrace.engines.checkpoint.hashes import Hashing, hash_of, hashing_of
@@ -26,8 +26,8 @@ from headrace.engines.checkpoint.rendezvous import listen, unlisten
 
 T = TypeVar("T")
 
-_HASHING_S = 60.0
-"""Far beyond what hashing a partition takes."""
+_SPREADING_S = 60.0
+"""Far beyond what spreading a partition takes; it has a deadline of its own."""
 
 
 class StreamSender:
@@ -51,7 +51,7 @@ class StreamSender:
         self._release, self._transport, self._address = release, transport, address
         self._receivers, self._device, self._deadline_s = receivers, device, deadline_s
         self._kept: Kept | None = kept_for(address) if delta else None
-        self._announcing: Future[None] | None = None
+        self._spreading: Future[None] | None = None
 
     def __enter__(self) -> "StreamSender":
         release, plan = self._release, self._release.plan
@@ -62,6 +62,7 @@ class StreamSender:
         except WeightError:
             unclaim(self._address)
             raise
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-spread")
         self._hashing: Hashing = hashing_of(self._carrier.slot(0).device)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weights-courier", daemon=True)
@@ -92,6 +93,7 @@ class StreamSender:
     def __exit__(self, *raised: object) -> None:
         if raised and raised[1] is not None:
             self._ask(self._courier.abort(str(raised[1])))
+        self._pool.shutdown(wait=False)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._deadline_s)
         self._loop.close()
@@ -100,40 +102,41 @@ class StreamSender:
     def buffer(self, partition: Partition) -> Tensor:
         if self._kept is not None:
             return self._fresh[: partition.nbytes]
-        self._ask(self._courier.free(partition.index))
+        self._courier.free(partition.index)
         return self._slot(partition)
 
     def send(self, partition: Partition, found: str | None) -> None:
         if self._kept is not None:
             assert found is not None  # changes are found in host memory only
             fresh = self._fresh[: partition.nbytes]
-            self._ask(self._courier.free(partition.index))
+            self._courier.free(partition.index)
             slot = self._slot(partition)
             form, nbytes = self._kept.give(partition, fresh, found, slot, self._courier.shared)
-            self._announce(self._courier.announce(slot[:nbytes], form, found))
+            self._announce(slot[:nbytes], form, found)
         else:
             slot = self._slot(partition)
-            self._announce(self._courier.announce(slot, "full", found or hash_of(slot, self._hashing)))
+            self._announce(slot, "full", found or hash_of(slot, self._hashing))
 
     def commit(self) -> WeightManifest:
-        if self._announcing is not None:
-            self._announcing.result(_HASHING_S + self._deadline_s)
+        self._spread()
         hashes = self._ask(self._courier.finish())
         if self._kept is not None:
             self._kept.commit(hashes)
         return self._release.manifest(hashes, self._hashing)
 
     def _slot(self, partition: Partition) -> Tensor:
-        return self._carrier.slot(partition.index % 2)[: partition.nbytes]
+        return self._carrier.slot(partition.index % SLOTS)[: partition.nbytes]
 
-    def _announce(self, announcing: Coroutine[Any, Any, None]) -> None:
-        if self._announcing is not None:
-            try:
-                self._announcing.result(_HASHING_S + self._deadline_s)  # in order, one behind the export
-            except BaseException:
-                announcing.close()
-                raise
-        self._announcing = asyncio.run_coroutine_threadsafe(announcing, self._loop)
+    def _announce(self, data: Tensor, form: Form, found: str) -> None:
+        self._loop.call_soon_threadsafe(self._courier.announce, data, form, found)
+        if data.numel() and self._carrier.static:
+            self._spread()
+            self._spreading = self._pool.submit(self._carrier.spread, data, self._deadline_s)
+
+    def _spread(self) -> None:
+        """Waits for what is being spread: one partition behind the export."""
+        if self._spreading is not None:
+            self._spreading.result(_SPREADING_S + self._deadline_s)
 
     def _ask(self, coroutine: Coroutine[Any, Any, T]) -> T:
         # Every wait inside the courier has its own deadline; at most six of them follow each other in one call.

@@ -86,6 +86,8 @@ class _Pull:
             partition, data, announced = step
             found = hash_of(data, self._hashing)
             if found != announced:
+                if self.intake.instant:
+                    link.look()
                 raise link.gave_up or link.error(
                     f"its hash is {found}, the publisher's is {announced}",
                     "publish the version again",
@@ -95,7 +97,11 @@ class _Pull:
             assembler.feed(partition, data)
             link.send("ack", index=partition.index)
 
-        overlap(self._fetched(), use, link.fail, None)
+        if self.intake.instant:
+            for step in self._fetched():
+                use(step)
+        else:
+            overlap(self._fetched(), use, link.fail, None)
         link.index = None
         digest = digest_of_hashes(self.hashes)
         if (told := link.receive("commit")["digest"]) != digest:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.blocks.weights import Partition
+from headrace.engines.checkpoint.carriers.names import SLOTS
 from headrace.engines.checkpoint.errors import WeightError
 
 if TYPE_CHECKING:
@@ -19,14 +20,14 @@ _FILES = {"shm": "shm", "cuda-ipc": "cuda_ipc", "tcp": "tcp", "nixl": "nixl", "g
 
 
 class Carrier(Protocol):
-    """The publisher's side: two slots, kept from one publish to the next, because touched memory is faster."""
+    """The publisher's side: SLOTS slots, kept from one publish to the next, because touched memory is faster."""
 
     slot_bytes: int
     static: bool
     """The receivers are fixed once the first partition was sent: losing one ends the publish."""
 
     def slot(self, index: int) -> Tensor:
-        """Slot 0 or 1, uint8 [slot_bytes]."""
+        """One of the slots, uint8 [slot_bytes]."""
         ...
 
     def facts(self) -> dict[str, Any]:
@@ -62,12 +63,15 @@ class Carrier(Protocol):
 class Intake(Protocol):
     """The receiver's side of one pull."""
 
+    instant: bool
+    """Bytes need not be fetched: they can be read where the publisher wrote them."""
+
     def form(self, told: dict[str, Any]) -> None:
         """What ``Carrier.form`` said to this receiver; called before the first partition."""
         ...
 
     def fetch(self, link: "Link", slot: int, nbytes: int) -> Tensor:
-        """The bytes that lie in the publisher's slot, uint8 [nbytes]; valid until the next but one fetch."""
+        """The bytes that lie in the publisher's slot, uint8 [nbytes]; valid until the slot is acknowledged."""
         ...
 
     def close(self) -> None: ...
@@ -103,13 +107,13 @@ def _made(transport: str, device: torch.device, name: str) -> Callable[..., Any]
 
 
 class Slots:
-    """Two slots of ordinary memory on a device, and a carrier's parts that most transports do not need."""
+    """Slots of ordinary memory on a device, and a carrier's parts that most transports do not need."""
 
     static = False
 
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
         self.slot_bytes = slot_bytes
-        self.memory = torch.empty(2 * slot_bytes, dtype=torch.uint8, device=device)
+        self.memory = torch.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=device)
 
     def slot(self, index: int) -> Tensor:
         return self.memory[index * self.slot_bytes : (index + 1) * self.slot_bytes]

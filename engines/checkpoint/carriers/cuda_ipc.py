@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from headrace.engines.checkpoint.carriers.base import Slots
+from headrace.engines.checkpoint.carriers.names import SLOTS
 from headrace.engines.checkpoint.link import Link
 
 _BYTES = ("handle", "ref_counter_handle", "event_handle")
@@ -39,6 +40,8 @@ class CudaIpcCarrier(Slots):
 class CudaIpcIntake:
     """See ``Intake``."""
 
+    instant = True
+
     def __init__(self, link: Link, slot_bytes: int, facts: dict[str, Any]) -> None:
         self._slot_bytes = slot_bytes
         seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
@@ -49,7 +52,7 @@ class CudaIpcIntake:
             )
         told = facts["ipc"] | {name: base64.b64decode(facts["ipc"][name]) for name in _BYTES}
         told["device"] = seen.index(facts["uuid"])
-        fixed = (torch.Tensor, (2 * slot_bytes,), (1,), 0, torch.storage.TypedStorage, torch.uint8)
+        fixed = (torch.Tensor, (SLOTS * slot_bytes,), (1,), 0, torch.storage.TypedStorage, torch.uint8)
         try:
             self._memory: Tensor = rebuild_cuda_tensor(*fixed, *(told[name] for name in _FIELDS))
         except RuntimeError as error:

@@ -120,6 +120,8 @@ def held(kind: str) -> str:
 class GroupIntake:
     """See ``Intake``."""
 
+    instant = False
+
     def __init__(self, kind: str, link: Link, slot_bytes: int, device: torch.device) -> None:
         self._kind, self._link = kind, link
         self._slots = Slots(slot_bytes, device)

@@ -61,7 +61,7 @@ def _peer(metadata: str) -> str:
 
 
 class _Registered(Slots):
-    """Two slots that NIXL may reach."""
+    """Slots that NIXL may reach."""
 
     def __init__(self, slot_bytes: int, device: torch.device, passive: bool) -> None:
         super().__init__(slot_bytes, device)
@@ -83,6 +83,8 @@ class NixlCarrier(_Registered):
 
 class NixlIntake:
     """See ``Intake``. Its slots stay registered with the process for the next pull."""
+
+    instant = False
 
     def __init__(self, link: Link, slot_bytes: int, facts: dict[str, Any], device: torch.device) -> None:
         self._slots = _slots(slot_bytes, device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.engines.checkpoint.carriers.base import Slots
+from headrace.engines.checkpoint.carriers.names import SLOTS
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.link import Link
 
@@ -24,13 +25,13 @@ class ShmCarrier(Slots):
         self.slot_bytes = slot_bytes
         self._descriptor = os.memfd_create("headrace-weights")
         try:
-            os.posix_fallocate(self._descriptor, 0, 2 * slot_bytes)
-            self.memory = torch.frombuffer(mmap.mmap(self._descriptor, 2 * slot_bytes), dtype=torch.uint8)
+            os.posix_fallocate(self._descriptor, 0, SLOTS * slot_bytes)
+            self.memory = torch.frombuffer(mmap.mmap(self._descriptor, SLOTS * slot_bytes), dtype=torch.uint8)
             self._readable = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             os.close(self._descriptor)
             raise WeightError(
-                f"no shared memory for two partitions of {slot_bytes / 1e6:.0f} MB: {error.strerror}",
+                f"no shared memory for {SLOTS} partitions of {slot_bytes / 1e6:.0f} MB: {error.strerror}",
                 advice="a smaller partition_mb, or more memory for the container",
             ) from error
 
@@ -46,11 +47,13 @@ class ShmCarrier(Slots):
 class ShmIntake:
     """See ``Intake``."""
 
+    instant = True
+
     def __init__(self, link: Link, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
         descriptor = link.descriptor()
         try:
-            memory = mmap.mmap(descriptor, 2 * slot_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            memory = mmap.mmap(descriptor, SLOTS * slot_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise link.error(f"the publisher's memory cannot be mapped: {error}") from error
         finally:

@@ -19,6 +19,8 @@ class TcpCarrier(Slots):
 class TcpIntake:
     """See ``Intake``."""
 
+    instant = False
+
     def __init__(self, slot_bytes: int) -> None:
         self._slots = Slots(slot_bytes, torch.device("cpu"))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint import WeightError, publish, pull
+from headrace.engines.checkpoint.carriers.names import SLOTS
 from headrace.engines.checkpoint.messages import HEAD, Message, encode
 from headrace.engines.checkpoint.rendezvous import connect
 
@@ -44,7 +45,7 @@ class Middle:
             receiver.settimeout(20)
             publisher.settimeout(20)
             offer = read(publisher)
-            size = 2 * offer["slot_bytes"]
+            size = SLOTS * offer["slot_bytes"]
             self.slot_bytes = offer["slot_bytes"]
             self.theirs = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
             mine = os.memfd_create("middle")
@@ -106,14 +107,14 @@ def flipped(middle: Middle, message: Message) -> Message:
 
 
 def stale(middle: Middle, message: Message) -> Message:
-    """Partition 5 is announced, its slot still has partition 3."""
+    """Partition 5 is announced, its slot still has partition 1."""
     return message if message.get("index") == 5 else honest(middle, message)
 
 
 def swapped(middle: Middle, message: Message) -> Message:
     """Partition 5 is announced, its slot has partition 4."""
     if message.get("index") == 5:
-        middle.copy(message["slot"], source=1 - message["slot"])
+        middle.copy(message["slot"], source=message["slot"] - 1)
         return message
     return honest(middle, message)
 
