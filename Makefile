@@ -15,7 +15,7 @@ quickstart: install model
 	@$(BIN)/headrace run quickstart --up
 
 test: dev model vllm-env
-	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest
+	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
@@ -31,7 +31,7 @@ $(VENV)/.installed-cpu: pyproject.toml requirements.lock
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-cpu
-	$(BIN)/python -m pip install -q -c requirements.lock -e '.[cpu,s3,dev]'
+	$(BIN)/python -m pip install -q -c requirements.lock -e '.[cpu,s3,nixl,dev]'
 	touch $@
 
 # vLLM pins other packages than Prefect: an environment of its own. torchvision and its kin break beside a CPU torch.
@@ -49,7 +49,7 @@ down:
 
 lock:
 	$(BIN)/python -m pip install -q uv
-	$(BIN)/uv pip compile -q --universal --python-version 3.11 --extra cpu --extra s3 --extra dev --no-annotate --no-header pyproject.toml -o requirements.lock
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 --extra cpu --extra s3 --extra nixl --extra dev --no-annotate --no-header pyproject.toml -o requirements.lock
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV)

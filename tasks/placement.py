@@ -15,7 +15,10 @@ class WrongPlacement(RuntimeError):
 
 
 def transport_for(recipe: Recipe, actor: Lease, rollouts: Collection[Lease]) -> Transport:
-    """The recipe's choice, or the fastest that the placement allows. Raises WrongPlacement before anything is sent."""
+    """The recipe's choice, or the fastest that the placement allows and that has been seen to work there.
+
+    Raises WrongPlacement before anything is sent.
+    """
     asked = recipe.weights.transport
     nodes = sorted({lease.node for lease in rollouts} - {actor.node})
     if asked in LOCAL and nodes:
@@ -25,12 +28,11 @@ def transport_for(recipe: Recipe, actor: Lease, rollouts: Collection[Lease]) -> 
         )
     if asked != "auto":
         return asked
-    gpus = recipe.roles.actor.gpus and recipe.roles.rollout.gpus
     if nodes:
-        return "nixl" if gpus else "tcp"
-    if not gpus:
-        return "shm"
-    return "cuda-ipc" if recipe.roles.actor.pool == recipe.roles.rollout.pool else "nccl"
+        return "tcp"
+    roles = recipe.roles
+    together = roles.actor.gpus and roles.rollout.gpus and roles.actor.pool == roles.rollout.pool
+    return "cuda-ipc" if together and recipe.rollout.backend.kind == "vllm" else "shm"
 
 
 def partition_mb(transport: Transport) -> int:

@@ -1,9 +1,9 @@
 """Where a model's own loader puts each tensor: watched during one load, repeated without the loader in the next ones.
 
-The loaders of vLLM and SGLang look up every tensor's parameter by name, in Python: for some hundred tensors that takes
+The loaders of vLLM look up every tensor's parameter by name, in Python: for some hundred tensors that takes
 ten times as long as moving their bytes. With weights that are used as they are loaded, all they do is copy parts of
 tensors into parts of parameters, the same parts for every version. Anything else that a loader does is noticed, and
-then it is called each time. Runs in the engines' environments; needs torch alone.
+then it is called each time. Runs in vLLM's workers; needs torch alone.
 """
 
 from bisect import bisect_right

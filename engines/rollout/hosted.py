@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import headrace
 from headrace.blocks.weights import Adapter, Served, WeightSource
@@ -84,6 +84,17 @@ class HostedEngine:
         self._about: dict[str, Any] = {}
         self.door = ""
         """URL of the OpenAI-compatible door, when it is open."""
+
+    @classmethod
+    async def launched(cls, spec: RolloutSpec, launch: Launch, log_dir: Path) -> Self:
+        """An engine that serves; leaves nothing behind when it cannot. Raises as ``open``."""
+        engine = cls(spec, launch, log_dir)
+        try:
+            await engine.open()
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
 
     async def open(self) -> None:
         """Starts the program and waits until it serves.

@@ -32,13 +32,7 @@ class SGLangEngine(HostedEngine):
             salted=backend.enable_prefix_caching,
             tested=TESTED,
         )
-        engine = cls(spec, launch, log_dir)
-        try:
-            await engine.open()
-        except BaseException:
-            await engine.close()
-            raise
-        return engine
+        return await cls.launched(spec, launch, log_dir)
 
 
 def arguments(spec: RolloutSpec) -> dict[str, Any]:

@@ -12,11 +12,9 @@ import torch
 
 from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint import WeightError, pull
-from headrace.engines.rollout.copies import Copies
 
 LOADER = "headrace.engines.rollout.sglang_worker.load"
 PARAMETERS = "headrace.order"
-KNOWN = "_headrace_copies"
 
 
 def order(source: str, expect: str, deadline_s: str, outcome: Path) -> list[tuple[str, torch.Tensor]]:
@@ -32,21 +30,10 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     begun = False
 
-    waiting: list[tuple[str, torch.Tensor]] = []
-    copies = getattr(model, KNOWN, None)
-    if copies is None or not copies.fits():
-        copies = Copies(model, model.load_weights)
-    setattr(model, KNOWN, None)  # until this load is complete
-
     def take(name: str, weights: torch.Tensor) -> None:
-        waiting.append((name, weights))
-
-    def settle() -> None:
-        # A partition at a time: each call of a model's loader lists all parameters first.
         nonlocal begun
         begun = True
-        copies.load(waiting)
-        waiting.clear()
+        model.load_weights([(name, weights)])
 
     try:
         wanted = {name: (dtype, shape) for name, (dtype, shape) in json.loads(expect).items()}
@@ -57,12 +44,9 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
             expect=wanted,
             rank=rank,
             device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu",
-            settle=settle,
         )
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        copies.finish()
-        setattr(model, KNOWN, copies)
         said: dict[str, Any] = {"served": served.model_dump()}
     except WeightError as error:
         said = {"error": str(error), "spoiled": begun}

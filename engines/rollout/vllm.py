@@ -35,10 +35,4 @@ class VLLMEngine(HostedEngine):
             tested=TESTED,
             door=(backend.openai_port, door_key) if backend.openai_port is not None else None,
         )
-        engine = cls(spec, launch, log_dir)
-        try:
-            await engine.open()
-        except BaseException:
-            await engine.close()
-            raise
-        return engine
+        return await cls.launched(spec, launch, log_dir)

@@ -7,9 +7,12 @@ from headrace.blocks.recipe import Recipe
 from headrace.tasks.placement import WrongPlacement, transport_for, workers
 
 
-def recipe(transport: str = "auto", gpus: int = 0, rollout_pool: str = "rollout") -> Recipe:
+def recipe(
+    transport: str = "auto", gpus: int = 0, rollout_pool: str = "rollout", backend: str = "transformers"
+) -> Recipe:
     roles = {"actor": {"pool": "actor", "gpus": gpus}, "rollout": {"pool": rollout_pool, "gpus": gpus}}
-    return Recipe.model_validate({"base": "quickstart", "roles": roles, "weights": {"transport": transport}})
+    given = {"base": "quickstart", "roles": roles, "weights": {"transport": transport}}
+    return Recipe.model_validate(given | {"rollout": {"backend": {"kind": backend}}})
 
 
 def lease(role: str, node: str) -> Lease:
@@ -17,20 +20,21 @@ def lease(role: str, node: str) -> Lease:
 
 
 @pytest.mark.parametrize(
-    ("transport", "gpus", "pool", "nodes", "expected"),
+    ("transport", "gpus", "pool", "backend", "nodes", "expected"),
     [
-        ("auto", 0, "rollout", ["a", "a"], "shm"),
-        ("auto", 0, "rollout", ["a", "b"], "tcp"),
-        ("auto", 1, "actor", ["a"], "cuda-ipc"),
-        ("auto", 1, "rollout", ["a"], "nccl"),
-        ("auto", 1, "rollout", ["b"], "nixl"),
-        ("store", 1, "rollout", ["a"], "store"),
-        ("gloo", 0, "rollout", ["b"], "gloo"),
+        ("auto", 0, "rollout", "transformers", ["a", "a"], "shm"),
+        ("auto", 0, "rollout", "transformers", ["a", "b"], "tcp"),
+        ("auto", 1, "actor", "vllm", ["a"], "cuda-ipc"),
+        ("auto", 1, "actor", "sglang", ["a"], "shm"),
+        ("auto", 1, "rollout", "vllm", ["a"], "shm"),
+        ("auto", 1, "rollout", "vllm", ["b"], "tcp"),
+        ("store", 1, "rollout", "vllm", ["a"], "store"),
+        ("gloo", 0, "rollout", "transformers", ["b"], "gloo"),
     ],
 )
-def test_the_choice(transport: str, gpus: int, pool: str, nodes: list[str], expected: str) -> None:
+def test_the_choice(transport: str, gpus: int, pool: str, backend: str, nodes: list[str], expected: str) -> None:
     leases = [lease("rollout", node) for node in nodes]
-    assert transport_for(recipe(transport, gpus, pool), lease("actor", "a"), leases) == expected
+    assert transport_for(recipe(transport, gpus, pool, backend), lease("actor", "a"), leases) == expected
 
 
 def test_shared_memory_across_machines_is_refused() -> None:
