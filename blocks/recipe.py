@@ -209,7 +209,7 @@ class Weights(Strict):
     """How weights travel from the actor to the rollout engines."""
 
     transport: Literal["auto", "shm", "cuda-ipc", "tcp", "nixl", "gloo", "nccl", "store"] = "auto"
-    """auto = by placement: on one machine shm, between the GPUs of actor and vLLM in one pool cuda-ipc; else tcp. store:
+    """auto = by placement: on one machine shm, between GPUs of actor and vLLM in one pool cuda-ipc; else tcp. store:
     safetensors partitions in the campaign's store."""
     partition_mb: int | None = Field(None, ge=1, le=8192)
     """Half of the memory that each side takes beside its weights, MiB. Left out: 16; between GPUs 1024."""
