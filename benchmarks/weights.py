@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -33,6 +34,7 @@ from benchmarks import weights_gpu
 from benchmarks.weights_figures import Metas, metas_of, nbytes_of, show
 from headrace.blocks.weights import Transport, WeightSource
 from headrace.engines.checkpoint import publish, pull, rendezvous, reserve
+from headrace.engines.checkpoint.carriers.nixl import package
 
 BOUNDS = {"shm": ("memcpy", 1.5), "tcp": ("raw gloo", 1.15), "gloo": ("raw gloo", 1.15), "nixl": ("raw nixl", 1.15)}
 """way → its floor, and how many times as long it may take."""
@@ -69,7 +71,7 @@ def peer(pipe: Connection, metas: Metas) -> None:
         what, given = told
         served: Any = None
         if what == "pull":
-            served = pull(given, load, expect=expect, deadline_s=WAIT_S)
+            served = pull(given, load, expect=expect, deadline_s=WAIT_S, place=parameters.get)
         elif what == "gloo":
             raw.gloo(given, parameters)
         elif what == "nixl":
@@ -114,10 +116,9 @@ class Raw:
     def agent(self) -> Any:
         if self._agent is None:
             os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-            from nixl_cu12._api import nixl_agent, nixl_agent_config  # pyright: ignore[reportMissingImports]
-
-            config = nixl_agent_config(enable_prog_thread=self._rank == 0, backends=["UCX"])
-            self._agent = nixl_agent(f"raw-{self._rank}", config)
+            api = import_module(f"{package()}._api")
+            config = api.nixl_agent_config(enable_prog_thread=self._rank == 0, backends=["UCX"])
+            self._agent = api.nixl_agent(f"raw-{self._rank}", config)
         return self._agent
 
     def offer(self, tensors: dict[str, Tensor]) -> tuple[bytes, list[tuple[int, int, int]]]:
@@ -279,7 +280,7 @@ def in_turns(
 def full(bench: Bench, rounds: int, only: set[str]) -> bool:
     """Every way against its floor."""
     ways: dict[str, Callable[[], float]] = {"memcpy": bench.memcpy}
-    nixl = find_spec("nixl_cu12") is not None
+    nixl = any(find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
     for way in [way for way in BOUNDS if way in only and (way != "nixl" or nixl)]:
         ways[way] = lambda way=way: bench.stream(cast(Transport, way))
     if {"tcp", "gloo"} & only:

@@ -48,7 +48,8 @@ def receiver(pipe: Connection, device: str, metas: Metas) -> None:
         if waiting:
             began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             began.record()
-            torch._foreach_copy_([into for into, _ in waiting], [tensor for _, tensor in waiting])
+            targets, parts = zip(*waiting, strict=True)
+            torch._foreach_copy_(targets, parts)  # pyright: ignore[reportPrivateImportUsage]
             ended.record()
             events.append((began, ended))
         waiting.clear()

@@ -161,11 +161,11 @@ async def run(model: Path, rounds: int) -> bool:
     python = os.environ["HEADRACE_VLLM_PYTHON"]
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to("cuda")  # pyright: ignore
     trainer.requires_grad_(False)
-    tensors = dict(trainer.named_parameters())
+    tensors: dict[str, Tensor] = dict(trainer.named_parameters())
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     show("bare copy", nbytes=nbytes, ms=round(1e3 * copy_seconds(nbytes, "cuda", "cuda"), 2))
     torch.cuda.empty_cache()
-    backend = VLLMRollout(max_model_len=2048, gpu_memory_utilization=MEMORY)
+    backend = VLLMRollout.model_validate({"max_model_len": 2048, "gpu_memory_utilization": MEMORY})
     spec = RolloutSpec(model=str(model), dtype="bfloat16", gpus=1, threads=4, python=python, backend=backend)
     totals: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:

@@ -37,7 +37,7 @@ def transport_for(recipe: Recipe, actor: Lease, rollouts: Collection[Lease]) -> 
 
 def partition_mb(transport: Transport) -> int:
     """Measured: in host memory what stays in a processor's cache is fastest, on GPUs few large partitions are."""
-    return 1024 if transport in ("cuda-ipc", "nccl") else 16
+    return {"cuda-ipc": 1024, "nccl": 1024, "gloo": 64}.get(transport, 16)
 
 
 def workers(recipe: Recipe) -> int:

@@ -14,7 +14,7 @@ from headrace.engines.checkpoint.carriers.names import ON_GPU, SLOTS
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Export, Release, Sender
 from headrace.engines.checkpoint.kept import StoreSender, pull_store
-from headrace.engines.checkpoint.load import Expect, Settle, Sink
+from headrace.engines.checkpoint.load import Expect, Place, Settle, Sink
 from headrace.engines.checkpoint.plan import PARTITION_BYTES, Meta, planned
 from headrace.engines.checkpoint.stream import StreamSender
 from headrace.engines.checkpoint.stream_pull import pull_stream
@@ -96,12 +96,15 @@ def pull(
     rank: int = 0,
     device: str = "cpu",
     settle: Settle | None = None,
+    place: Place | None = None,
 ) -> Served:
     """Streams a version into ``sink(name, tensor)`` and returns what arrived: the digest is computed from its bytes.
 
     sink: gets every tensor, whole, in the wire dtype, on the CPU (cuda-ipc, nccl, and nixl between GPUs: on the GPU);
     the memory is read-only and only valid during the call, so copy out of it. Each partition's hash is checked before
     its tensors are handed over. settle: called after the tensors of each partition; they are valid until then.
+    place: name → the tensor's own memory (contiguous, wire dtype, whole), where it has one that is used as it is: then
+    the bytes go there at once, without the sink, also of a tensor that spans partitions.
     deadline_s: the longest that one wait may take, in seconds; a receiver may come before its publisher.
     expect: name → (dtype, shape); anything else is refused before the first byte. rank: names this receiver in errors.
     device: where this engine's weights are.
@@ -110,20 +113,13 @@ def pull(
     version more. Raises WeightError; what was loaded until then must not be served.
     """
     began = time.monotonic()
-    nbytes = 0
-
-    def counted(name: str, tensor: Tensor) -> None:
-        nonlocal nbytes
-        nbytes += tensor.nbytes
-        sink(name, tensor)
-
     try:
         if source.transport == "store":
-            digest = pull_store(source, counted, deadline_s, expect, rank, settle)
+            digest, nbytes = pull_store(source, sink, deadline_s, expect, rank, settle, place)
             travelled = nbytes
         else:
             where = _slots_on(source.transport, device, source.version, rank)
-            digest, travelled = pull_stream(source, counted, deadline_s, expect, rank, where, settle)
+            digest, nbytes, travelled = pull_stream(source, sink, deadline_s, expect, rank, where, settle, place)
     except StoreError as error:
         raise WeightError(str(error), version=source.version, rank=rank) from error
     seconds = time.monotonic() - began

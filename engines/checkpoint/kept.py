@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.blocks.weights import Partition, WeightManifest, WeightSource
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Release
-from headrace.engines.checkpoint.load import Assembler, Expect, Settle, Sink, check_expected, overlap
+from headrace.engines.checkpoint.load import Assembler, Expect, Place, Settle, Sink, check_expected, overlap
 from headrace.engines.checkpoint.plan import check_plan, digest_of_hashes, dtype_named
 from headrace.engines.experience.files import Files, NotInStore, StoreError
 
@@ -143,9 +143,15 @@ class StoreSender:
 
 
 def pull_store(
-    source: WeightSource, sink: Sink, deadline_s: float, expect: Expect | None, rank: int, settle: Settle | None
-) -> str:
-    """Streams a kept version into ``sink`` and returns the digest of what was read. Raises WeightError."""
+    source: WeightSource,
+    sink: Sink,
+    deadline_s: float,
+    expect: Expect | None,
+    rank: int,
+    settle: Settle | None,
+    place: Place | None,
+) -> tuple[str, int]:
+    """Streams a kept version into ``sink``; returns the digest of what was read, and its bytes. Raises WeightError."""
     files = Files(source.store)
     manifest = read_manifest(files, source.address, source.version)
     if manifest is None:
@@ -156,7 +162,7 @@ def pull_store(
             advice="publish the version again",
         )
     check_expected(manifest.plan, expect)
-    assembler = Assembler(sink, settle)
+    assembler = Assembler(sink, settle, place)
     hashes: list[str] = []
 
     def fetch() -> Iterator[tuple[Partition, memoryview]]:
@@ -195,7 +201,7 @@ def pull_store(
             rank=rank,
             partition=len(hashes),
         ) from error
-    return digest_of_hashes(hashes)
+    return digest_of_hashes(hashes), assembler.nbytes
 
 
 def _refused(what: str, source: WeightSource, partition: Partition, rank: int) -> WeightError:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from headrace.blocks.weights import Partition, Plan
+from headrace.blocks.weights import Partition, Plan, TensorSlice
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.plan import dtype_named, metas_of
 
@@ -18,6 +18,10 @@ or, where there is none, during the call."""
 
 Settle = Callable[[], None]
 """Called when the tensors since its last call are about to become invalid: what was queued with them must be done."""
+
+Place = Callable[[str], Tensor | None]
+"""The memory of a tensor of that name: contiguous, of the wire dtype and the plan's shape; it is written piece by piece
+as partitions come, and the sink is not called. None: the sink gets the tensor, whole."""
 
 Expect = Mapping[str, tuple[str, Sequence[int]]]
 """name → (dtype, shape) of what the receiver will take."""
@@ -71,33 +75,50 @@ def overlap(
 class Assembler:
     """Turns partitions, fed in order, into calls of the sink. Keeps one tensor: the one that spans partitions."""
 
-    def __init__(self, sink: Sink, settle: Settle | None = None) -> None:
-        self._sink, self._settle = sink, settle
+    def __init__(self, sink: Sink, settle: Settle | None = None, place: Place | None = None) -> None:
+        self._sink, self._settle, self._place = sink, settle, place
         self._open: Tensor | None = None
+        self._name, self._placed = "", torch.empty(0)
+        self.nbytes = 0
+        """That were handed over."""
 
     def feed(self, partition: Partition, data: Tensor) -> None:
         """data: the partition's bytes, uint8 [nbytes], not used after the call."""
-        self._hand_over(partition, data)
+        for piece in partition.slices:
+            self._hand_over(piece, data[piece.offset : piece.offset + piece.nbytes], partition.index)
         if self._settle is not None:
             self._settle()
         if data.device.type != "cpu":
             torch.cuda.current_stream(data.device).synchronize()  # what the sink queued still reads the bytes
+        self.nbytes += partition.nbytes
 
-    def _hand_over(self, partition: Partition, data: Tensor) -> None:
-        for piece in partition.slices:
-            dtype = dtype_named(piece.dtype)
-            total = dtype.itemsize * torch.Size(piece.shape).numel()
-            if not total:
-                self._sink(piece.name, torch.empty(piece.shape, dtype=dtype, device=data.device))
-                continue
-            view = data[piece.offset : piece.offset + piece.nbytes]
-            if piece.nbytes < total:
-                if piece.start == 0:
-                    self._open = torch.empty(total, dtype=torch.uint8, device=data.device)
-                if self._open is None:
-                    raise WeightError(f"{piece.name} does not begin at its first byte", partition=partition.index)
-                self._open[piece.start : piece.start + piece.nbytes].copy_(view)
-                if piece.start + piece.nbytes < total:
-                    continue
-                view, self._open = self._open, None
-            self._sink(piece.name, view.view(dtype).reshape(piece.shape))
+    def _hand_over(self, piece: TensorSlice, view: Tensor, partition: int) -> None:
+        dtype = dtype_named(piece.dtype)
+        total = dtype.itemsize * torch.Size(piece.shape).numel()
+        if total and self._in_place(piece, view):
+            return
+        if not total:
+            view = torch.empty(0, dtype=torch.uint8, device=view.device)
+        elif piece.nbytes < total:
+            if piece.start == 0:
+                self._open = torch.empty(total, dtype=torch.uint8, device=view.device)
+            if self._open is None:
+                raise WeightError(f"{piece.name} does not begin at its first byte", partition=partition)
+            self._open[piece.start : piece.start + piece.nbytes].copy_(view)
+            if piece.start + piece.nbytes < total:
+                return
+            view, self._open = self._open, None
+        self._sink(piece.name, view.view(dtype).reshape(piece.shape))
+
+    def _in_place(self, piece: TensorSlice, view: Tensor) -> bool:
+        if self._place is None:
+            return False
+        if piece.start == 0:
+            placed = self._place(piece.name)
+            self._name = piece.name if placed is not None else ""
+            if placed is not None:
+                self._placed = placed.detach().view(-1).view(torch.uint8)
+        if self._name != piece.name:
+            return False
+        self._placed[piece.start : piece.start + piece.nbytes].copy_(view)
+        return True

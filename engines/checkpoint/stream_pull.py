@@ -14,7 +14,7 @@ from headrace.engines.checkpoint.carriers.group import held
 from headrace.engines.checkpoint.delta import Kept, kept_for
 from headrace.engines.checkpoint.hashes import hash_of
 from headrace.engines.checkpoint.link import Link
-from headrace.engines.checkpoint.load import Assembler, Expect, Settle, Sink, check_expected, overlap
+from headrace.engines.checkpoint.load import Assembler, Expect, Place, Settle, Sink, check_expected, overlap
 from headrace.engines.checkpoint.plan import digest_of_hashes, read_plan
 
 
@@ -26,18 +26,20 @@ def pull_stream(
     rank: int,
     device: torch.device,
     settle: Settle | None,
-) -> tuple[str, int]:
-    """Streams the version that a publisher sends into ``sink``; returns the digest of what came, and the bytes that
-    travelled. Raises WeightError."""
+    place: Place | None,
+) -> tuple[str, int, int]:
+    """Streams the version that a publisher sends into ``sink``; returns the digest of what came, its bytes, and
+    the bytes that travelled. Raises WeightError."""
     with closing(Link(source, deadline_s, rank)) as link:
         try:
             pulled = _Pull(link, source, expect, rank, device)
+            assembler = Assembler(sink, settle, place)
             try:
-                digest = pulled.run(Assembler(sink, settle))
+                digest = pulled.run(assembler)
             finally:
                 pulled.intake.close()
             link.send("done", digest=digest)
-            return digest, pulled.wire_nbytes
+            return digest, assembler.nbytes, pulled.wire_nbytes
         except BaseException as error:
             link.fail(error)
             raise

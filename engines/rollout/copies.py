@@ -25,6 +25,8 @@ class _Copy(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     into: Tensor
+    whole: bool
+    """The source is the whole tensor as it is, and of the dtype that it is copied into."""
 
 
 class Copies:
@@ -59,7 +61,19 @@ class Copies:
                 into.append(copy.into)
                 parts.append(tensor.as_strided(copy.size, copy.stride, tensor.storage_offset() + copy.offset))
         with torch.no_grad():
-            torch._foreach_copy_(into, parts)
+            if parts and parts[0].device == into[0].device:
+                torch._foreach_copy_(into, parts)
+            else:
+                for target, part in zip(into, parts, strict=True):
+                    target.copy_(part)
+
+    def place(self, name: str) -> Tensor | None:
+        """The memory of a tensor that is copied whole into one place, with its shape; None when it is not so."""
+        if not self.known or len(self._copies.get(name, ())) != 1:
+            return None
+        [copy] = self._copies[name]
+        whole = copy.whole and copy.size == tuple(copy.into.shape) and copy.into.is_contiguous()
+        return copy.into if whole else None
 
     def finish(self) -> None:
         """The whole version was loaded."""
@@ -92,8 +106,9 @@ class _Watch(TorchDispatchMode):
             if (found := self._of(source)) is not None:
                 name, tensor = found
                 offset = (source.data_ptr() - tensor.data_ptr()) // tensor.element_size()
+                whole = source.shape == tensor.shape and source.is_contiguous() and source.dtype == into.dtype
                 if source.dtype == tensor.dtype:
-                    self._copies._saw(name, _Copy(offset, tuple(source.shape), tuple(source.stride()), into))
+                    self._copies._saw(name, _Copy(offset, tuple(source.shape), tuple(source.stride()), into, whole))
                 else:
                     self._copies._only_copies = False
             if self._of(into) is not None:

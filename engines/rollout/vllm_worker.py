@@ -50,6 +50,7 @@ class HeadraceWorker:
                     rank=worker.rank,
                     device=str(worker.device),
                     settle=loading.settle,
+                    place=loading.place,
                 )
                 loading.finish(worker.vllm_config.model_config, served.version)
             except WeightError as error:
@@ -83,6 +84,11 @@ class _Loading:
         )
         """Whether parameters are used as they are loaded; else vLLM's layer-wise reload prepares them again."""
         self.begun = False
+
+    def place(self, name: str) -> torch.Tensor | None:
+        """Where the tensor is used as it comes, once that is known."""
+        self.begun = True
+        return self._copies.place(name) if self._in_place else None
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         # A layer-wise reload keeps what it is given until a layer is complete, longer than the tensor is valid.

@@ -27,14 +27,15 @@ _SPIN_S = 0.0002
 
 
 @lru_cache
-def _package() -> str:
+def package() -> str:
+    """Of NIXL's packages, the one that is here: two in one process do not go together."""
     return next(name for name in ("nixl_cu13", "nixl_cu12") if find_spec(name))
 
 
 @lru_cache
 def _failures() -> tuple[type[Exception], ...]:
     """NIXL's errors, which share no base class."""
-    bindings = vars(import_module(f"{_package()}._bindings"))
+    bindings = vars(import_module(f"{package()}._bindings"))
     return tuple(value for name, value in bindings.items() if name.startswith("nixl") and name.endswith("Error"))
 
 
@@ -43,7 +44,7 @@ def _agent(passive: bool) -> Any:
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")  # UCX leaves GPU memory out when the CUDA context comes after the agent
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    api = import_module(f"{_package()}._api")
+    api = import_module(f"{package()}._api")
     config = api.nixl_agent_config(enable_prog_thread=passive, backends=["UCX"])
     try:
         return api.nixl_agent(f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", config)

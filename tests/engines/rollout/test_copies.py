@@ -16,8 +16,10 @@ class Fused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name, shape in {"qkv": (8, 8), "embed": (16, 8), "down_t": (6, 8)}.items():
-            setattr(self, name, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False))
+        self.qkv, self.embed, self.down_t = (
+            nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+            for shape in ((8, 8), (16, 8), (6, 8))
+        )
         self.norm = nn.Parameter(torch.zeros(8), requires_grad=False)
         self.calls = 0
 
@@ -121,3 +123,21 @@ def test_parameters_that_moved_are_noticed():
     assert copies.fits()
     model.qkv = nn.Parameter(model.qkv.clone(), requires_grad=False)
     assert not copies.fits()
+
+
+def test_what_is_used_as_it_comes_has_a_place():
+    model = Fused()
+    copies = Copies(model, model.load_weights)
+    assert copies.place("q") is None, "nothing is known yet"
+    load(copies, version(1))
+    made = version(2)
+    for name in ("q", "k", "v", "embed"):
+        place = copies.place(name)
+        assert place is not None and list(place.shape) == list(SHAPES[name])
+        place.copy_(made[name])
+    # Another dtype, another order: only the loader's copy does that.
+    assert copies.place("norm") is None and copies.place("down") is None
+    copies.load([pair for pair in packed(made) if pair[0] in ("norm", "down")])
+    reference = Fused()
+    reference.load_weights(packed(made))
+    assert all(torch.equal(dict(model.named_parameters())[name], value) for name, value in state(reference).items())
