@@ -10,8 +10,9 @@ from headrace.engines.rollout.spec import RolloutSpec
 
 QUEUED = 2
 """Samples given to the engine for each that it decodes at a time: its queue never runs dry."""
-TESTED = ("0.5.17",)
-"""Versions of SGLang that were run."""
+TESTED = ("0.5.17", "0.5.23")
+"""Versions of SGLang that were run: 0.5.17 on an H200, 0.5.23 on CPUs."""
+VARIABLES = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 
 class SGLangEngine(HostedEngine):
@@ -26,7 +27,7 @@ class SGLangEngine(HostedEngine):
             name="SGLang",
             program=("-m", "headrace.engines.rollout.sglang_child"),
             flags=[json.dumps(arguments(spec))],
-            env={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"},
+            env={**VARIABLES, **({} if spec.gpus else {"SGLANG_USE_CPU_ENGINE": "1"})},
             places=QUEUED * backend.max_num_seqs,
             max_len=backend.max_model_len,
             salted=backend.enable_prefix_caching,
@@ -44,6 +45,8 @@ def arguments(spec: RolloutSpec) -> dict[str, Any]:
         # All linear layers, whatever an adapter touches; the next version is loaded beside the one in use.
         lora = {"enable_lora": True, "max_lora_rank": backend.max_lora_rank, "lora_target_modules": ["all"]}
         lora |= {"max_loras_per_batch": 2, "max_loaded_loras": 2}
+    # Its CPU engine has one attention kernel, and cannot schedule the next step while one runs.
+    cpu = {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
     return {
         "model_path": spec.model,
         "served_model_name": "policy",
@@ -65,4 +68,5 @@ def arguments(spec: RolloutSpec) -> dict[str, Any]:
         "skip_server_warmup": True,
         "random_seed": 0,
         "log_level": "info",
+        **({} if spec.gpus else cpu),
     }

@@ -87,8 +87,10 @@ class _Loading:
 
     def place(self, name: str) -> torch.Tensor | None:
         """Where the tensor is used as it comes, once that is known."""
+        if not self._in_place:
+            return None
         self.begun = True
-        return self._copies.place(name) if self._in_place else None
+        return self._copies.place(name)
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         # A layer-wise reload keeps what it is given until a layer is complete, longer than the tensor is valid.

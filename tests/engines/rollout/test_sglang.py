@@ -1,4 +1,4 @@
-"""What is asked of SGLang and what is made of its answers; SGLang itself runs on GPUs only."""
+"""What is asked of SGLang and what is made of its answers, without SGLang."""
 
 import asyncio
 import itertools

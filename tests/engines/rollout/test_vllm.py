@@ -26,6 +26,7 @@ from headrace.engines.guard import descendants
 from headrace.engines.rollout.base import START_VERSION, Completion, Request, Sampling
 from headrace.engines.rollout.counter import sample_seed
 from headrace.engines.rollout.errors import EngineDied, ModelDoesNotFit, NotServing, RequestTooLong
+from headrace.engines.rollout.hosted import HostedEngine
 from headrace.engines.rollout.spec import RolloutSpec
 from headrace.engines.rollout.vllm import VLLMEngine
 
@@ -242,9 +243,9 @@ async def test_adapters_are_served_by_version(adapted: VLLMEngine, models: tuple
         assert adapted.fingerprint()["adapter"] == adapter["digest"]
         compare(await collect(adapted, requests()), merged[version], 1.0, version)
     # One that comes while samples are under way.
+    adapter, merged[4] = adapter_of(models[0], tmp_path / "4", seed=4)
     generating = asyncio.create_task(collect(adapted, requests(max_tokens=450)))
     await sampling(adapted, 200)
-    adapter, merged[4] = adapter_of(models[0], tmp_path / "4", seed=4)
     await adapted.load_adapter(Adapter(version=4, **adapter), deadline_s=20)
     groups = await generating
     assert (3, 4) in {tuple(v for v, _ in c.weight_spans) for cs in groups.values() for c in cs}
@@ -379,7 +380,7 @@ def requests(temperature: float = 1.0, max_tokens: int = 16, n: int = 4, stop: t
     return [Request(g, [1, 50 + g, 60], [sample_seed(0, g, s) for s in range(n)], sampling) for g in range(3)]
 
 
-async def sampling(engine: VLLMEngine, tokens: int) -> None:
+async def sampling(engine: HostedEngine, tokens: int) -> None:
     """Returns when the engine has sampled so many tokens from now on."""
     before = (await engine.metrics())["tokens"]
     async with asyncio.timeout(20):
@@ -387,7 +388,7 @@ async def sampling(engine: VLLMEngine, tokens: int) -> None:
             await asyncio.sleep(0.005)
 
 
-async def collect(engine: VLLMEngine, wanted: Sequence[Request]) -> dict[int, list[Completion]]:
+async def collect(engine: HostedEngine, wanted: Sequence[Request]) -> dict[int, list[Completion]]:
     return {group.group: group.completions async for group in engine.generate(wanted)}
 
 
