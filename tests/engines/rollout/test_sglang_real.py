@@ -86,7 +86,7 @@ async def test_loaded_weights_are_served(engine: SGLangEngine, models: tuple[Pat
 async def test_requests_go_on_under_new_weights(engine: SGLangEngine, models: tuple[Path, Path], tmp_path: Path):
     await engine.load_weights(published(models[0], tmp_path, 10), deadline_s=20)
     new = published(models[1], tmp_path, 11)
-    generating = asyncio.create_task(collect(engine, requests(max_tokens=450)))
+    generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=8)))
     await sampling(engine, 200)
     await engine.load_weights(new, deadline_s=20)
     groups = await generating
