@@ -23,6 +23,7 @@ from headrace.engines.rollout.sglang import SGLangEngine
 from headrace.engines.rollout.spec import RolloutSpec
 from tests.conftest import MakeModel
 from tests.engines.rollout.test_vllm import (
+    MORE,
     adapter_of,
     collect,
     compare,
@@ -86,7 +87,7 @@ async def test_loaded_weights_are_served(engine: SGLangEngine, models: tuple[Pat
 async def test_requests_go_on_under_new_weights(engine: SGLangEngine, models: tuple[Path, Path], tmp_path: Path):
     await engine.load_weights(published(models[0], tmp_path, 10), deadline_s=20)
     new = published(models[1], tmp_path, 11)
-    generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=8)))
+    generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=MORE)))
     await sampling(engine, 200)
     await engine.load_weights(new, deadline_s=20)
     groups = await generating

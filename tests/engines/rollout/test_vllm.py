@@ -31,6 +31,8 @@ from headrace.engines.rollout.spec import RolloutSpec
 from headrace.engines.rollout.vllm import VLLMEngine
 
 PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON", "")
+MORE = 16
+"""Samples of each of three groups: more than the engine gets at once, so that some are left however fast it is."""
 STOPS = (100, 101, 102, 103, 104, 105)
 
 
@@ -147,7 +149,7 @@ async def test_weights_come_through_shared_memory(engine: VLLMEngine, models: tu
 async def test_requests_go_on_under_new_weights(engine: VLLMEngine, models: tuple[Path, Path], tmp_path: Path):
     await engine.load_weights(published(models[0], tmp_path, 10), deadline_s=20)
     new = published(models[1], tmp_path, 11)
-    generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=8)))
+    generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=MORE)))
     await sampling(engine, 200)
     await engine.load_weights(new, deadline_s=20)
     groups = await generating
@@ -172,7 +174,7 @@ async def test_wrong_weights_are_refused_before_the_model_is_touched(
 
 
 async def test_pause_keep_and_abort(engine: VLLMEngine):
-    generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=8)))
+    generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=MORE)))
     await sampling(engine, 50)
     await engine.pause("keep")
     done, _ = await asyncio.wait([generating], timeout=0.5)
@@ -185,7 +187,7 @@ async def test_pause_keep_and_abort(engine: VLLMEngine):
 
 
 async def test_cancelling_drops_the_requests(engine: VLLMEngine):
-    generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=8)))
+    generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=MORE)))
     await sampling(engine, 50)
     generating.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -244,7 +246,7 @@ async def test_adapters_are_served_by_version(adapted: VLLMEngine, models: tuple
         compare(await collect(adapted, requests()), merged[version], 1.0, version)
     # One that comes while samples are under way.
     adapter, merged[4] = adapter_of(models[0], tmp_path / "4", seed=4)
-    generating = asyncio.create_task(collect(adapted, requests(max_tokens=450, n=8)))
+    generating = asyncio.create_task(collect(adapted, requests(max_tokens=450, n=MORE)))
     await sampling(adapted, 200)
     await adapted.load_adapter(Adapter(version=4, **adapter), deadline_s=20)
     groups = await generating
