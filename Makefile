@@ -14,8 +14,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 quickstart: install model
 	@$(BIN)/headrace run quickstart --up
 
+# Most tests wait for processes, so two at a time; vLLM needs the cores for itself.
 test: dev model vllm-env
-	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not vllm'
+	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm --durations=12
 
 lint: dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
