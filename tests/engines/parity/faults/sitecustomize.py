@@ -17,7 +17,7 @@ def silent_load(module: ModuleType) -> None:
 
     class Loading:
         begun = False
-        take = settle = finish = _ignore
+        take = place = settle = finish = _ignore
 
         def __init__(self, *_: Any) -> None: ...
 
