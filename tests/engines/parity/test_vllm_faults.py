@@ -60,13 +60,12 @@ async def measured(
     return changed, own, before
 
 
-async def test_healthy_with_and_without_a_prefix_cache(model: Path, tmp_path: Path):
-    for caching in (False, True):
-        (folder := tmp_path / str(caching)).mkdir()
-        changed, own, before = await measured(folder, model, enable_prefix_caching=caching)
-        assert not changed.excesses("float32") and not own.excesses("float32")
-        assert max(changed["mismatch/max_abs_log_ratio"], own["mismatch/max_abs_log_ratio"]) < 1e-3
-        assert before["mismatch/kl_k3"] > 0.1, "the probe must move the distributions far beyond every bound"
+async def test_healthy_with_a_prefix_cache(model: Path, tmp_path: Path):
+    """Without one: see the last test, with float32 heads on both sides."""
+    changed, own, before = await measured(tmp_path, model, enable_prefix_caching=True)
+    assert not changed.excesses("float32") and not own.excesses("float32")
+    assert max(changed["mismatch/max_abs_log_ratio"], own["mismatch/max_abs_log_ratio"]) < 1e-3
+    assert before["mismatch/kl_k3"] > 0.1, "the probe must move the distributions far beyond every bound"
 
 
 async def test_a_raw_log_probabilities(model: Path, tmp_path: Path):
