@@ -14,10 +14,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 quickstart: install model
 	@$(BIN)/headrace run quickstart --up
 
-# Most tests wait for processes, so two at a time; vLLM needs the cores for itself.
+# Most tests wait for processes, so two files at a time; vLLM's among themselves.
 test: dev model vllm-env
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not vllm'
-	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm --durations=12
+	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -n 2 --dist loadfile -m vllm --durations=5
 
 lint: dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
