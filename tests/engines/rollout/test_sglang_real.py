@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from headrace.blocks.recipe import SGLangRollout
-from headrace.blocks.weights import Adapter, WeightSource
-from headrace.engines.checkpoint import WeightError
+from headrace.blocks.weights import WeightSource
 from headrace.engines.guard import descendants
 from headrace.engines.rollout.base import START_VERSION
 from headrace.engines.rollout.errors import EngineDied
@@ -24,7 +23,6 @@ from headrace.engines.rollout.spec import RolloutSpec
 from tests.conftest import MakeModel
 from tests.engines.rollout.test_vllm import (
     MORE,
-    adapter_of,
     collect,
     compare,
     compare_spans,
@@ -93,23 +91,6 @@ async def test_requests_go_on_under_new_weights(engine: SGLangEngine, models: tu
     groups = await generating
     assert (10, 11) in {tuple(v for v, _ in c.weight_spans) for cs in groups.values() for c in cs}
     compare_spans(groups, {10: models[0], 11: models[1]})
-
-
-async def test_adapters_are_served_by_version(models: tuple[Path, Path], tmp_path: Path):
-    engine = await SGLangEngine.start(spec(models[0], max_lora_rank=8), tmp_path)
-    try:
-        await engine.load_weights(published(models[0], tmp_path, 1), deadline_s=20)
-        compare(await collect(engine, requests()), models[0], 1.0, 1)
-        for version in (2, 3):
-            adapter, merged = adapter_of(models[0], tmp_path / str(version), seed=version)
-            await engine.load_adapter(Adapter(version=version, **adapter), deadline_s=20)
-            compare(await collect(engine, requests()), merged, 1.0, version)
-        with pytest.raises(WeightError, match="has digest"):
-            await engine.load_adapter(Adapter(version=4, path=adapter["path"], digest="0"), deadline_s=20)
-        await engine.load_weights(published(models[1], tmp_path, 5), deadline_s=20)
-        compare(await collect(engine, requests()), models[1], 1.0, 5)
-    finally:
-        await engine.close()
 
 
 async def test_a_killed_engine_is_an_error_with_its_tokens(models: tuple[Path, Path], tmp_path: Path):
