@@ -1,4 +1,4 @@
-"""Publish a weight version, pull a weight version: streaming, hashed, within two partitions of memory per side."""
+"""Publish a weight version, pull a weight version: streaming, hashed, in memory of a fixed size."""
 
 import os
 import socket
@@ -109,7 +109,7 @@ def pull(
     expect: name → (dtype, shape); anything else is refused before the first byte. rank: names this receiver in errors.
     device: where this engine's weights are.
 
-    Memory: two partitions, and one tensor when that is larger than a partition; with ``source.delta`` one copy of the
+    Memory: slots as the publisher's, and one tensor when that spans partitions; with ``source.delta`` one copy of the
     version more. Raises WeightError; what was loaded until then must not be served.
     """
     began = time.monotonic()

@@ -60,10 +60,12 @@ def settle(engine: "FSDP2Engine") -> None:
     if saving is None:
         return
     try:
-        saving.result()
+        saving.result(engine.spec.collective_timeout_s)
     except (OSError, RuntimeError, CheckpointException) as error:
+        why = str(error) or f"it was not written within {engine.spec.collective_timeout_s:g} s"
         raise BadState(
-            f"the trainer's state could not be saved; what was saved before is untouched: {error}"
+            f"the trainer's state could not be saved; what was saved before is untouched: {why}. Look at the "
+            "disk, then run the campaign again"
         ) from error
     dist.barrier()
 

@@ -84,9 +84,6 @@ class Copies:
             self.known = self._only_copies and written <= held and all(self._copies.values())
             self._places = _places(self._model)
 
-    def _saw(self, name: str, copy: _Copy) -> None:
-        self._copies[name].append(copy)
-
 
 class _Watch(TorchDispatchMode):
     """Notes what is copied out of a batch, and whether anything else is done with it."""
@@ -108,7 +105,9 @@ class _Watch(TorchDispatchMode):
                 offset = (source.data_ptr() - tensor.data_ptr()) // tensor.element_size()
                 whole = source.shape == tensor.shape and source.is_contiguous() and source.dtype == into.dtype
                 if source.dtype == tensor.dtype:
-                    self._copies._saw(name, _Copy(offset, tuple(source.shape), tuple(source.stride()), into, whole))
+                    self._copies._copies[name].append(
+                        _Copy(offset, tuple(source.shape), tuple(source.stride()), into, whole)
+                    )
                 else:
                     self._copies._only_copies = False
             if self._of(into) is not None:
