@@ -135,7 +135,8 @@ def compare(transports: list[str], source: str, target: str, sizes: list[str], r
         show("bare copy", size=size, gpus=f"{source}→{target}", ms=round(1e3 * floor, 2))
         for transport in transports:
             shares: list[float] = []
-            for partition_mb in (64, 256, 1024):
+            # In the last the whole model lies in one slot: nothing else runs on the GPU while the receiver copies.
+            for partition_mb in (64, 256, 1024, 2 * nbytes // 2**20 + 2):
                 try:
                     run = between(transport, size, source, target, partition_mb, rounds)
                 except (WeightError, RuntimeError) as error:

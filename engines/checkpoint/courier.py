@@ -153,6 +153,7 @@ class Courier:
         self._exporter = threading.Condition()
         """What follows is for the exporting thread, as of the last change."""
         self._least, self._short = -1, False
+        self.broken: BaseException | None = None
 
     async def gather(self, listener: socket.socket) -> None:
         """Waits for the receivers; goes on with those that came when the deadline ends. Raises WeightError for none."""
@@ -187,8 +188,10 @@ class Courier:
         self._publisher_waits = True
         limit = 6 * self._deadline_s + 5  # each wait for a receiver has its own deadline; this is beyond all of them
         with self._exporter:
-            in_time = self._exporter.wait_for(lambda: self._short or self._least >= index - SLOTS, limit)
+            in_time = self._exporter.wait_for(lambda: self._short or self.broken or self._least >= index - SLOTS, limit)
         self._publisher_waits = False
+        if self.broken is not None:
+            raise self.broken
         if self._short:
             raise self._nobody()
         if not in_time:
@@ -198,6 +201,12 @@ class Courier:
         """Tells everybody of a filled slot. data: what lies in it, uint8; found: the hash of the partition."""
         self._ready.append(_Ready(data, form, found))
         self._notify()
+
+    def fail(self, error: BaseException) -> None:
+        """What was filled cannot be sent: the exporting thread hears of it where it waits."""
+        with self._exporter:
+            self.broken = self.broken or error
+            self._exporter.notify()
 
     async def finish(self) -> list[str]:
         """Waits until every living receiver has confirmed the digest; returns the hashes."""

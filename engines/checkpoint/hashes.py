@@ -8,7 +8,9 @@ changed byte always changes its row's sums, because no weight is zero; two excha
 exchanged rows meet xxh3.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Literal
 
 import numpy as np
@@ -36,16 +38,38 @@ def hash_of(data: Tensor, hashing: Hashing) -> str:
 
     On a GPU it waits for what was queued before it on the current stream.
     """
+    return begin_hash(data, hashing)()
+
+
+def begin_hash(data: Tensor, hashing: Hashing) -> Callable[[], str]:
+    """As ``hash_of``, but on a GPU it only queues the work; what it returns waits for that, in any thread."""
     if hashing == "xxh3":
-        return xxhash.xxh3_128_hexdigest(data.numpy().data)
-    state = xxhash.xxh3_128(row_sums(data).numpy().data)
-    state.update(data.numel().to_bytes(8, "little"))
-    return state.hexdigest()
+        found = xxhash.xxh3_128_hexdigest(data.numpy().data)
+        return lambda: found
+    sums, done = row_sums(data), None
+    if data.device.type != "cpu":
+        there, sums = sums, torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        sums.copy_(there, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(data.device))
+
+    def finish() -> str:
+        if done is not None:
+            done.synchronize()
+        state = xxhash.xxh3_128(sums.numpy().data)
+        state.update(data.numel().to_bytes(8, "little"))
+        return state.hexdigest()
+
+    return finish
 
 
 def row_sums(data: Tensor) -> Tensor:
-    """int32 [rows, 16] on the CPU: the weighted sums of each row of a uint8 tensor [n]; zeros fill the last row."""
+    """int32 [rows, 16]: the weighted sums of each row of a uint8 tensor [n]; zeros fill the last row."""
     weights = _weights(data.device)
+    if data.device.type == "cuda" and data.numel() and _has_triton():
+        from headrace.engines.checkpoint import sums_kernel
+
+        return sums_kernel.row_sums(data.view(torch.int8), weights.t())
     whole = data.numel() // _ROW
     if whole < _FEWEST:
         whole = 0
@@ -55,7 +79,12 @@ def row_sums(data: Tensor) -> Tensor:
     sums = torch._int_mm(few, weights)[: -(-rest.numel() // _ROW)]
     if whole:
         sums = torch.cat([torch._int_mm(data[: whole * _ROW].view(torch.int8).view(whole, _ROW), weights), sums])
-    return sums.cpu()
+    return sums
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @lru_cache

@@ -1,6 +1,7 @@
 """The receiving half that all transports share: from verified partitions to whole tensors."""
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -53,20 +54,24 @@ def check_expected(plan: Plan, expect: Expect | None) -> None:
 
 
 def overlap(
-    steps: Iterator[T], use: Callable[[T], None], stop: Callable[[BaseException], None], deadline_s: float | None
+    steps: Iterator[T],
+    use: Callable[[T], None],
+    stop: Callable[[BaseException], None],
+    deadline_s: float | None,
+    ahead: int = 1,
 ) -> None:
-    """Uses each item while a thread fetches the next: two are alive at a time.
+    """Uses each item while a thread fetches the ``ahead`` next: that many, and the one in use, are alive at a time.
 
     deadline_s: for each fetch, beyond which TimeoutError; None where the fetch itself has one.
     stop: called with the error when anything fails; it must end a fetch that is still under way.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="weights-ahead") as pool:
         try:
-            coming = pool.submit(next, steps, None)
-            while (item := coming.result(deadline_s)) is not None:
-                coming = pool.submit(next, steps, None)
+            coming = deque(pool.submit(next, steps, None) for _ in range(ahead))
+            while (item := coming.popleft().result(deadline_s)) is not None:
+                coming.append(pool.submit(next, steps, None))
                 use(item)
-                del item  # else three would be alive
+                del item  # else one more would be alive
         except BaseException as error:
             stop(error)
             raise

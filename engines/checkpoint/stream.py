@@ -6,7 +6,7 @@ Partition i lies in slot i % SLOTS. A slot is written again when every living re
 import asyncio
 import mmap
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -21,17 +21,15 @@ from headrace.engines.checkpoint.courier import Courier
 from headrace.engines.checkpoint.delta import Form, Kept, kept_for
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Release
-from headrace.engines.checkpoint.hashes import Hashing, hash_of, hashing_of
+from headrace.engines.checkpoint.hashes import Hashing, begin_hash, hashing_of
 from headrace.engines.checkpoint.rendezvous import listen, unlisten
 
 T = TypeVar("T")
 
-_SPREADING_S = 60.0
-"""Far beyond what spreading a partition takes; it has a deadline of its own."""
-
 
 class StreamSender:
-    """One publish. ``buffer``, ``send`` and ``commit`` belong to the exporting thread, the courier has its own."""
+    """One publish. ``buffer``, ``send`` and ``commit`` belong to the exporting thread; the courier has its own, and so
+    have partitions on GPUs, and those that are broadcast: the next one is exported meanwhile."""
 
     def __init__(
         self,
@@ -51,7 +49,7 @@ class StreamSender:
         self._release, self._transport, self._address = release, transport, address
         self._receivers, self._device, self._deadline_s = receivers, device, deadline_s
         self._kept: Kept | None = kept_for(address) if delta else None
-        self._spreading: Future[None] | None = None
+        self._sending: list[Future[None]] = []
 
     def __enter__(self) -> "StreamSender":
         release, plan = self._release, self._release.plan
@@ -62,7 +60,7 @@ class StreamSender:
         except WeightError:
             unclaim(self._address)
             raise
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-spread")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-send")
         self._hashing: Hashing = hashing_of(self._carrier.slot(0).device)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weights-courier", daemon=True)
@@ -93,7 +91,7 @@ class StreamSender:
     def __exit__(self, *raised: object) -> None:
         if raised and raised[1] is not None:
             self._ask(self._courier.abort(str(raised[1])))
-        self._pool.shutdown(wait=False)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._deadline_s)
         self._loop.close()
@@ -115,10 +113,11 @@ class StreamSender:
             self._announce(slot[:nbytes], form, found)
         else:
             slot = self._slot(partition)
-            self._announce(slot, "full", found or hash_of(slot, self._hashing))
+            self._announce(slot, "full", found or begin_hash(slot, self._hashing))
 
     def commit(self) -> WeightManifest:
-        self._spread()
+        for sending in self._sending:
+            sending.result(6 * self._deadline_s + 5)  # it has deadlines of its own
         hashes = self._ask(self._courier.finish())
         if self._kept is not None:
             self._kept.commit(hashes)
@@ -127,16 +126,23 @@ class StreamSender:
     def _slot(self, partition: Partition) -> Tensor:
         return self._carrier.slot(partition.index % SLOTS)[: partition.nbytes]
 
-    def _announce(self, data: Tensor, form: Form, found: str) -> None:
-        self._loop.call_soon_threadsafe(self._courier.announce, data, form, found)
-        if data.numel() and self._carrier.static:
-            self._spread()
-            self._spreading = self._pool.submit(self._carrier.spread, data, self._deadline_s)
+    def _announce(self, data: Tensor, form: Form, found: str | Callable[[], str]) -> None:
+        if isinstance(found, str) and not self._carrier.static:
+            self._loop.call_soon_threadsafe(self._courier.announce, data, form, found)
+        else:
+            self._sending.append(self._pool.submit(self._send, data, form, found))
 
-    def _spread(self) -> None:
-        """Waits for what is being spread: one partition behind the export."""
-        if self._spreading is not None:
-            self._spreading.result(_SPREADING_S + self._deadline_s)
+    def _send(self, data: Tensor, form: Form, found: str | Callable[[], str]) -> None:
+        if self._courier.broken is not None:
+            return
+        try:
+            known = found if isinstance(found, str) else found()
+            self._loop.call_soon_threadsafe(self._courier.announce, data, form, known)
+            if data.numel():
+                self._carrier.spread(data, self._deadline_s)
+        except BaseException as error:
+            self._courier.fail(error)
+            raise
 
     def _ask(self, coroutine: Coroutine[Any, Any, T]) -> T:
         # Every wait inside the courier has its own deadline; at most six of them follow each other in one call.

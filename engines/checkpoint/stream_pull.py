@@ -11,6 +11,7 @@ from torch import Tensor
 from headrace.blocks.weights import Partition, WeightSource
 from headrace.engines.checkpoint.carriers.base import Intake, make_intake
 from headrace.engines.checkpoint.carriers.group import held
+from headrace.engines.checkpoint.carriers.names import SLOTS
 from headrace.engines.checkpoint.delta import Kept, kept_for
 from headrace.engines.checkpoint.hashes import hash_of
 from headrace.engines.checkpoint.link import Link
@@ -84,8 +85,9 @@ class _Pull:
         """Returns the digest of what came."""
         link = self._link
 
-        def use(step: tuple[Partition, Tensor, str]) -> None:
-            partition, data, announced = step
+        def use(step: tuple[Partition, Tensor, int, str]) -> None:
+            partition, data, slot, announced = step
+            self.intake.arrived(link, slot)
             found = hash_of(data, self._hashing)
             if found != announced:
                 if self.intake.instant:
@@ -103,7 +105,7 @@ class _Pull:
             for step in self._fetched():
                 use(step)
         else:
-            overlap(self._fetched(), use, link.fail, None)
+            overlap(self._fetched(), use, link.fail, None, ahead=SLOTS - 1)
         link.index = None
         digest = digest_of_hashes(self.hashes)
         if (told := link.receive("commit")["digest"]) != digest:
@@ -114,14 +116,14 @@ class _Pull:
             self._kept.commit(self.hashes)
         return digest
 
-    def _fetched(self) -> Iterator[tuple[Partition, Tensor, str]]:
-        """Each partition with its bytes and the publisher's hash of them."""
+    def _fetched(self) -> Iterator[tuple[Partition, Tensor, int, str]]:
+        """Each partition with its bytes, the slot from which they still come, and the publisher's hash of them."""
         for partition in self.plan.partitions:
             self._link.index = partition.index
             ready = self._link.receive("ready")
             if ready["index"] != partition.index:
                 raise self._link.error(f"partition {ready['index']} came instead")
-            yield partition, self._data(partition, ready), ready["hash"]
+            yield partition, self._data(partition, ready), ready["slot"], ready["hash"]
 
     def _data(self, partition: Partition, ready: dict[str, Any]) -> Tensor:
         """The partition's bytes, however they were sent."""
@@ -131,9 +133,11 @@ class _Pull:
         if not 0 <= nbytes <= partition.nbytes or (form == "full" and nbytes != partition.nbytes):
             raise self._link.error(f"{nbytes} bytes were announced for {partition.nbytes}")
         self.wire_nbytes += nbytes
-        came = self.intake.fetch(self._link, ready["slot"], nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+        slot = ready["slot"]
+        came = self.intake.fetch(self._link, slot, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
         if self._kept is None:
             return came
+        self.intake.arrived(self._link, slot)
         try:
             return self._kept.take(partition, form, came)
         except ValueError as error:

@@ -50,7 +50,8 @@ class Carrier(Protocol):
         ...
 
     def spread(self, data: Tensor, deadline_s: float) -> None:
-        """After a partition was announced: sends the bytes to all receivers at once, where that is how they travel."""
+        """After a partition was announced: begins to send the bytes to all receivers at once, where that is how they
+        travel, and waits until those of the partition before have gone."""
         ...
 
     def bytes_for(self, data: Tensor) -> memoryview | None:
@@ -71,10 +72,17 @@ class Intake(Protocol):
         ...
 
     def fetch(self, link: "Link", slot: int, nbytes: int) -> Tensor:
-        """The bytes that lie in the publisher's slot, uint8 [nbytes]; valid until the slot is acknowledged."""
+        """Begins to fetch the bytes that lie in the publisher's slot: uint8 [nbytes], valid from ``arrived`` until the
+        slot is acknowledged."""
         ...
 
-    def close(self) -> None: ...
+    def arrived(self, link: "Link", slot: int) -> None:
+        """Waits until what ``fetch`` began for this slot, if anything, is there."""
+        ...
+
+    def close(self) -> None:
+        """After the last partition, or after a failure: then what was begun must not write into slots any more."""
+        ...
 
 
 def unusable(transport: str, *, cuda: bool) -> str:

@@ -25,7 +25,9 @@ _LOOK_S = 0.0001
 class _Group:
     """A process group of its own: neither the trainer's gang nor the engine's workers know of it."""
 
-    def __init__(self, kind: str, store: Store, key: str, rank: int, size: int, deadline_s: float) -> None:
+    def __init__(
+        self, kind: str, store: Store, key: str, rank: int, size: int, deadline_s: float, device: torch.device
+    ) -> None:
         self.key, self.rank, self.size, self._store = key, rank, size, store
         store, limit = PrefixStore(key, store), timedelta(seconds=deadline_s)
         if kind == "gloo":
@@ -34,18 +36,22 @@ class _Group:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        # NCCL waits for what the current stream has queued: on this one that is nothing.
+        self._stream = torch.cuda.Stream(device) if kind == "nccl" else None
 
-    def broadcast(self, data: Tensor, deadline_s: float) -> None:
-        """From rank 0 into ``data`` of all others. Raises RuntimeError, TimeoutError."""
-        work = self._group.broadcast([data], dist.BroadcastOptions())
+    def broadcast(self, data: Tensor) -> Any:
+        """Begins to send ``data`` from rank 0, where it must be complete, into that of all others; see ``wait``."""
+        with torch.cuda.stream(self._stream):
+            return self._group.broadcast([data], dist.BroadcastOptions())
+
+    def wait(self, work: Any, deadline_s: float) -> None:
+        """Until that broadcast has ended. Raises RuntimeError, TimeoutError."""
         end = time.monotonic() + deadline_s
         while not work.is_completed():
             if time.monotonic() > end:
-                raise TimeoutError(f"a broadcast of {data.numel()} bytes did not end within {deadline_s:g} s")
+                raise TimeoutError(f"a broadcast did not end within {deadline_s:g} s")
             time.sleep(_LOOK_S)
         work.wait()
-        if data.device.type == "cuda":
-            torch.cuda.synchronize(data.device)
 
     def abort(self) -> None:
         """Ends what another thread waits for."""
@@ -65,6 +71,7 @@ class GroupCarrier(Slots):
         self._members = 0
         self._store: TCPStore | None = None
         self._key = ""
+        self._under_way: Any = None
 
     def form(self, held: list[str], deadline_s: float) -> list[dict[str, Any]]:
         group, size = self._group, len(held) + 1
@@ -83,14 +90,17 @@ class GroupCarrier(Slots):
         if self._group is None:
             assert self._store is not None
             try:
-                self._group = _Group(self._kind, self._store, self._key, 0, self._members, deadline_s)
+                device = self.memory.device
+                self._group = _Group(self._kind, self._store, self._key, 0, self._members, deadline_s, device)
             except RuntimeError as error:
                 raise WeightError(f"the {self._kind} group of {self._members} did not form: {error}") from error
 
     def spread(self, data: Tensor, deadline_s: float) -> None:
         assert self._group is not None
         try:
-            self._group.broadcast(data, deadline_s)
+            before, self._under_way = self._under_way, self._group.broadcast(data)
+            if before is not None:
+                self._group.wait(before, deadline_s)
         except (RuntimeError, TimeoutError) as error:
             self._drop()
             raise WeightError(
@@ -101,7 +111,7 @@ class GroupCarrier(Slots):
     def _drop(self) -> None:
         if self._group is not None:
             self._group.abort()
-        self._group = self._store = None
+        self._group = self._store = self._under_way = None
 
     def close(self) -> None:
         self._drop()
@@ -123,8 +133,9 @@ class GroupIntake:
     instant = False
 
     def __init__(self, kind: str, link: Link, slot_bytes: int, device: torch.device) -> None:
-        self._kind, self._link = kind, link
+        self._kind, self._link, self._device = kind, link, device
         self._slots = Slots(slot_bytes, device)
+        self._under_way: dict[int, Any] = {}
 
     def form(self, told: dict[str, Any]) -> None:
         link = self._link
@@ -135,21 +146,40 @@ class GroupIntake:
         try:
             limit = timedelta(seconds=link.deadline_s)
             store = TCPStore(link.host, told["port"], is_master=False, timeout=limit)
-            _joined[self._kind] = _Group(self._kind, store, told["key"], told["rank"], told["size"], link.deadline_s)
+            place = told["key"], told["rank"], told["size"]
+            _joined[self._kind] = _Group(self._kind, store, *place, link.deadline_s, self._device)
         except RuntimeError as error:
             raise link.error(f"the {self._kind} group of {told['size']} did not form: {error}") from error
 
     def fetch(self, link: Link, slot: int, nbytes: int) -> Tensor:
         data = self._slots.slot(slot)[:nbytes]
         try:
-            _joined[self._kind].broadcast(data, link.deadline_s)
-        except (RuntimeError, TimeoutError) as error:
-            _joined.pop(self._kind).abort()
-            raise link.error(f"the {self._kind} broadcast failed: {str(error).splitlines()[0]}") from error
+            self._under_way[slot] = _joined[self._kind].broadcast(data)
+        except (RuntimeError, KeyError) as error:  # KeyError: the other thread has left the group
+            raise self._failed(link, error) from error
         return data
 
+    def arrived(self, link: Link, slot: int) -> None:
+        if (work := self._under_way.get(slot)) is None:  # no bytes, or here already
+            return
+        try:
+            _joined[self._kind].wait(work, link.deadline_s)
+        except (RuntimeError, TimeoutError, KeyError) as error:
+            raise self._failed(link, error) from error
+        del self._under_way[slot]
+
+    def _failed(self, link: Link, error: Exception) -> WeightError:
+        self._leave()
+        return link.error(f"the {self._kind} broadcast failed: {str(error).splitlines()[0]}")
+
     def close(self) -> None:
-        """The group is kept."""
+        """The group is kept, unless something is still under way in it."""
+        if self._under_way:
+            self._leave()
+
+    def _leave(self) -> None:
+        if (group := _joined.pop(self._kind, None)) is not None:
+            group.abort()
 
 
 def make_carrier(transport: str, slot_bytes: int, device: torch.device) -> GroupCarrier:

@@ -8,6 +8,7 @@ none.
 import base64
 import os
 import socket
+import threading
 import time
 import uuid
 from functools import lru_cache
@@ -83,7 +84,8 @@ class NixlCarrier(_Registered):
 
 
 class NixlIntake:
-    """See ``Intake``. Its slots stay registered with the process for the next pull."""
+    """See ``Intake``. Its slots stay registered with the process for the next pull. Two threads use it in turn, because
+    NIXL's agent knows no locks of its own here."""
 
     instant = False
 
@@ -91,6 +93,8 @@ class NixlIntake:
         self._slots = _slots(slot_bytes, device)
         self._base, self._kind = int(facts["base"]), "DRAM" if facts["gpu"] is None else "VRAM"
         self._device_id = facts["gpu"] or 0
+        self._under_way: dict[int, Any] = {}
+        self._turn = threading.Lock()
         try:
             self._peer = _peer(facts["agent"])
         except _failures() as error:
@@ -105,29 +109,43 @@ class NixlIntake:
             return data
         agent = self._slots.agent
         theirs = (self._base + slot * self._slots.slot_bytes, nbytes, self._device_id)
-        remote = agent.get_xfer_descs([theirs], self._kind)
         try:
-            handle = agent.initialize_xfer("READ", agent.get_xfer_descs(data), remote, self._peer)
-            end = time.monotonic() + link.deadline_s
-            state = agent.transfer(handle)
-            while state == "PROC" and time.monotonic() < end and not link.ended():
-                time.sleep(_SPIN_S)
-                state = agent.check_xfer_state(handle)
-            if state == "DONE":
-                agent.release_xfer_handle(handle)
+            with self._turn:
+                remote = agent.get_xfer_descs([theirs], self._kind)
+                handle = agent.initialize_xfer("READ", agent.get_xfer_descs(data), remote, self._peer)
+                self._under_way[slot] = handle
+                agent.transfer(handle)
         except _failures() as error:
-            _forget()
-            raise link.error(
-                f"NIXL could not read it: {error}", "publish the version again, or transport tcp"
-            ) from error
-        if state != "DONE":
-            _forget()
-            why = "failed" if state == "ERR" else f"did not end within {link.deadline_s:g} s"
-            raise link.error(f"NIXL's read of {nbytes} bytes {why}", "the network between the hosts, or transport tcp")
+            raise self._failed(link, error) from error
         return data
 
+    def arrived(self, link: Link, slot: int) -> None:
+        if (handle := self._under_way.get(slot)) is None:  # no bytes, or here already
+            return
+        agent, state = self._slots.agent, "PROC"
+        end = time.monotonic() + link.deadline_s
+        try:
+            while state == "PROC" and time.monotonic() < end and not link.ended():
+                with self._turn:
+                    state = agent.check_xfer_state(handle)
+                if state == "PROC":
+                    time.sleep(_SPIN_S)
+            if state == "DONE":
+                with self._turn:
+                    agent.release_xfer_handle(self._under_way.pop(slot))
+        except _failures() as error:
+            raise self._failed(link, error) from error
+        if state != "DONE":
+            why = "failed" if state == "ERR" else f"did not end within {link.deadline_s:g} s"
+            raise link.error(f"NIXL's read {why}", "the network between the hosts, or transport tcp")
+
+    def _failed(self, link: Link, error: Exception) -> WeightError:
+        return link.error(f"NIXL could not read it: {error}", "publish the version again, or transport tcp")
+
     def close(self) -> None:
-        """The slots are kept."""
+        """The slots are kept, unless something may still be written to them."""
+        if self._under_way:
+            _forget()
 
 
 @lru_cache(maxsize=1)

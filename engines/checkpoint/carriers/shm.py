@@ -66,6 +66,9 @@ class ShmIntake:
     def fetch(self, link: Link, slot: int, nbytes: int) -> Tensor:
         return self._memory[slot * self._slot_bytes :][:nbytes]
 
+    def arrived(self, link: Link, slot: int) -> None:
+        """It has."""
+
     def close(self) -> None:
         """The mapping ends with its last view."""
 

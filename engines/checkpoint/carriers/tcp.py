@@ -32,6 +32,9 @@ class TcpIntake:
         link.into(data.numpy().data)
         return data
 
+    def arrived(self, link: Link, slot: int) -> None:
+        """It has."""
+
     def close(self) -> None:
         """The memory ends with its last tensor."""
 
