@@ -56,11 +56,11 @@ def publish(
     """
     try:
         limit = partition_bytes if transport == "store" else 2 * partition_bytes // SLOTS
-        plan = planned(tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas), wire_dtype, limit)
-        if not plan.partitions:
+        made = planned(tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas), wire_dtype, limit)
+        if not made.plan.partitions:
             raise WeightError("there is no tensor to publish", version=version)
-        release = Release(plan, version, train_step, parent, f"{socket.gethostname()}:{os.getpid()}")
-        export = Export(tensors, plan, wire_dtype, version)
+        release = Release(made.plan, version, train_step, parent, f"{socket.gethostname()}:{os.getpid()}")
+        export = Export(tensors, made, wire_dtype, version)
         where = _slots_on(transport, device, version)
         sender: Sender
         if transport == "store":
@@ -68,6 +68,7 @@ def publish(
         else:
             sender = StreamSender(
                 release,
+                made.text,
                 transport=transport,
                 address=address,
                 receivers=receivers,

@@ -9,12 +9,15 @@ import xxhash
 from torch import Tensor
 
 from headrace.blocks.weights import Partition, Plan, WeightManifest
+from headrace.engines.checkpoint.copying import copy_all
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.hashes import Hashing
-from headrace.engines.checkpoint.plan import digest_of_hashes, dtype_name, dtype_named, wire
+from headrace.engines.checkpoint.plan import Cut, Planned, digest_of_hashes, dtype_name, wire
 
 _CACHED = 1 << 20
 """Bytes that are copied and hashed at a time: a part of a core's second cache."""
+_TOGETHER = 64 << 20
+"""Bytes whose copies are queued on a GPU at a time, so that their tensors are alive together."""
 
 
 @dataclass(frozen=True)
@@ -62,46 +65,64 @@ class Sender(Protocol):
 
 
 class Export:
-    """Reads the iterator once, in the plan's order, and casts into the partitions: one tensor is alive at a time."""
+    """Reads the iterator once, in the plan's order, and casts into the partitions: one tensor is alive at a time, on a
+    GPU also those of 64 MiB."""
 
-    def __init__(self, tensors: Iterator[tuple[str, Tensor]], plan: Plan, wire_dtype: str, version: int) -> None:
-        self._tensors, self._plan, self._wire, self._version = tensors, plan, wire_dtype, version
-        self._flat: Tensor | None = None
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]], plan: Planned, wire_dtype: str, version: int) -> None:
+        self._tensors, self._plan, self._cuts = tensors, plan.plan, plan.cuts
+        self._wire, self._version = wire_dtype, version
+        self._flat = torch.empty(0)
 
     def run(self, sender: Sender) -> None:
         """Fills and sends all partitions. Raises WeightError when the tensors are not those of the plan."""
         for partition in self._plan.partitions:
-            sender.send(partition, self._fill(partition, sender.buffer(partition)))
-        self._flat = None
+            memory = sender.buffer(partition)
+            fill = self._fill_host if memory.device.type == "cpu" else self._fill_gpu
+            sender.send(partition, fill(self._cuts[partition.index], memory))
+        self._flat = torch.empty(0)
         if (extra := next(self._tensors, None)) is not None:
             raise self._error(f"the tensors do not end where their metas do: {extra[0]} follows")
 
-    def _fill(self, partition: Partition, memory: Tensor) -> str | None:
-        """Returns the hash of what it wrote into host memory: made here, piece by piece, while it is in the cache."""
-        state = xxhash.xxh3_128() if memory.device.type == "cpu" else None
-        for piece in partition.slices:
-            if piece.start == 0:
-                self._flat = None  # before the next one is made
-                self._flat = self._next(piece.name, piece.dtype, piece.shape)
-            if piece.nbytes and self._flat is not None:
-                dtype = dtype_named(piece.dtype)
-                first = piece.start // dtype.itemsize
-                target = memory[piece.offset : piece.offset + piece.nbytes]
-                step = piece.nbytes if state is None else _CACHED
-                for begin in range(0, piece.nbytes, step):
-                    written = target[begin : begin + step]
-                    source = first + begin // dtype.itemsize
-                    written.view(dtype).copy_(self._flat[source : source + written.numel() // dtype.itemsize])
-                    if state is not None:
-                        state.update(written.numpy().data)
-        return state.hexdigest() if state is not None else None
+    def _fill_host(self, cuts: list[Cut], memory: Tensor) -> str:
+        """Returns the hash of what it wrote: made here, piece by piece, while it is in the cache."""
+        state = xxhash.xxh3_128()
+        for cut, target in zip(cuts, memory.split_with_sizes([cut.nbytes for cut in cuts]), strict=True):
+            values, target = self._values(cut), target.view(cut.dtype)
+            # From a GPU's memory every copy costs the way there, from the host's it is the cache that counts.
+            step = _CACHED // cut.dtype.itemsize if values.device.type == "cpu" else max(cut.count, 1)
+            for begin in range(0, cut.count, step):
+                written = target[begin : begin + step]
+                written.copy_(values[begin : begin + step])
+                state.update(written.view(torch.uint8).numpy().data)
+        return state.hexdigest()
 
-    def _next(self, name: str, dtype: str, shape: list[int]) -> Tensor:
+    def _fill_gpu(self, cuts: list[Cut], memory: Tensor) -> None:
+        into: list[Tensor] = []
+        parts: list[Tensor] = []
+        held = 0
+        for cut, target in zip(cuts, memory.split_with_sizes([cut.nbytes for cut in cuts]), strict=True):
+            into.append(target.view(cut.dtype))
+            parts.append(self._values(cut))
+            held += cut.nbytes
+            if held >= _TOGETHER:
+                copy_all(into, parts)
+                into, parts, held = [], [], 0
+        copy_all(into, parts)
+
+    def _values(self, cut: Cut) -> Tensor:
+        """What goes into the slice: values of any dtype, flat."""
+        if cut.start == 0:
+            self._flat = torch.empty(0)  # before the next one is made
+            self._flat = self._next(cut)
+        return self._flat if cut.nbytes == cut.total else self._flat[cut.first : cut.first + cut.count]
+
+    def _next(self, cut: Cut) -> Tensor:
         found, tensor = next(self._tensors, ("nothing", torch.empty(0)))
-        made = dtype_name(wire(tensor.dtype, self._wire))
-        if (found, made, list(tensor.shape)) != (name, dtype, shape):
+        if found != cut.name or tensor.shape != cut.shape or wire(tensor.dtype, self._wire) != cut.dtype:
+            made = dtype_name(wire(tensor.dtype, self._wire))
             came = found if found == "nothing" else f"{found} {made} {list(tensor.shape)}"
-            raise self._error(f"the tensors are not those of the metas: expected {name} {dtype} {shape}, got {came}")
+            wanted = f"{cut.name} {dtype_name(cut.dtype)} {list(cut.shape)}"
+            raise self._error(f"the tensors are not those of the metas: expected {wanted}, got {came}")
         return tensor.detach().reshape(-1)
 
     def _error(self, what: str) -> WeightError:

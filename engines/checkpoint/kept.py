@@ -21,7 +21,7 @@ from headrace.blocks.weights import Partition, WeightManifest, WeightSource
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Release
 from headrace.engines.checkpoint.load import Assembler, Expect, Place, Settle, Sink, check_expected, overlap
-from headrace.engines.checkpoint.plan import check_plan, digest_of_hashes, dtype_named
+from headrace.engines.checkpoint.plan import check_plan, cuts_of, digest_of_hashes, dtype_named
 from headrace.engines.experience.files import Files, NotInStore, StoreError
 
 _CODES = {
@@ -162,7 +162,7 @@ def pull_store(
             advice="publish the version again",
         )
     check_expected(manifest.plan, expect)
-    assembler = Assembler(sink, settle, place)
+    assembler = Assembler(cuts_of(manifest.plan), sink, settle, place)
     hashes: list[str] = []
 
     def fetch() -> Iterator[tuple[Partition, memoryview]]:

@@ -9,9 +9,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from headrace.blocks.weights import Partition, Plan, TensorSlice
+from headrace.blocks.weights import Partition, Plan
+from headrace.engines.checkpoint.copying import copy_all
 from headrace.engines.checkpoint.errors import WeightError
-from headrace.engines.checkpoint.plan import dtype_named, metas_of
+from headrace.engines.checkpoint.plan import Cut, metas_of
 
 Sink = Callable[[str, Tensor], None]
 """Called once for every tensor, in the plan's order. The tensor is read-only and only valid until ``settle`` is called,
@@ -80,50 +81,59 @@ def overlap(
 class Assembler:
     """Turns partitions, fed in order, into calls of the sink. Keeps one tensor: the one that spans partitions."""
 
-    def __init__(self, sink: Sink, settle: Settle | None = None, place: Place | None = None) -> None:
-        self._sink, self._settle, self._place = sink, settle, place
+    def __init__(
+        self, cuts: list[list[Cut]], sink: Sink, settle: Settle | None = None, place: Place | None = None
+    ) -> None:
+        """cuts: of the plan's partitions."""
+        self._cuts, self._sink, self._settle, self._place = cuts, sink, settle, place
         self._open: Tensor | None = None
         self._name, self._placed = "", torch.empty(0)
+        self._into: list[Tensor] = []
+        self._parts: list[Tensor] = []
         self.nbytes = 0
         """That were handed over."""
 
     def feed(self, partition: Partition, data: Tensor) -> None:
         """data: the partition's bytes, uint8 [nbytes], not used after the call."""
-        for piece in partition.slices:
-            self._hand_over(piece, data[piece.offset : piece.offset + piece.nbytes], partition.index)
+        cuts = self._cuts[partition.index]
+        for cut, view in zip(cuts, data.split_with_sizes([cut.nbytes for cut in cuts]), strict=True):
+            self._hand_over(cut, view, partition.index)
+        copy_all(self._into, self._parts)
+        self._into.clear()
+        self._parts.clear()
         if self._settle is not None:
             self._settle()
         if data.device.type != "cpu":
-            torch.cuda.current_stream(data.device).synchronize()  # what the sink queued still reads the bytes
+            torch.cuda.current_stream(data.device).synchronize()  # what was queued still reads the bytes
         self.nbytes += partition.nbytes
 
-    def _hand_over(self, piece: TensorSlice, view: Tensor, partition: int) -> None:
-        dtype = dtype_named(piece.dtype)
-        total = dtype.itemsize * torch.Size(piece.shape).numel()
-        if total and self._in_place(piece, view):
+    def _hand_over(self, cut: Cut, view: Tensor, partition: int) -> None:
+        if cut.total and self._in_place(cut, view):
             return
-        if not total:
+        if not cut.total:
             view = torch.empty(0, dtype=torch.uint8, device=view.device)
-        elif piece.nbytes < total:
-            if piece.start == 0:
-                self._open = torch.empty(total, dtype=torch.uint8, device=view.device)
+        elif cut.nbytes < cut.total:
+            if cut.start == 0:
+                self._open = torch.empty(cut.total, dtype=torch.uint8, device=view.device)
             if self._open is None:
-                raise WeightError(f"{piece.name} does not begin at its first byte", partition=partition)
-            self._open[piece.start : piece.start + piece.nbytes].copy_(view)
-            if piece.start + piece.nbytes < total:
+                raise WeightError(f"{cut.name} does not begin at its first byte", partition=partition)
+            self._open[cut.start : cut.start + cut.nbytes].copy_(view)
+            if cut.start + cut.nbytes < cut.total:
                 return
             view, self._open = self._open, None
-        self._sink(piece.name, view.view(dtype).reshape(piece.shape))
+        self._sink(cut.name, view.view(cut.dtype).view(cut.shape))
 
-    def _in_place(self, piece: TensorSlice, view: Tensor) -> bool:
+    def _in_place(self, cut: Cut, view: Tensor) -> bool:
         if self._place is None:
             return False
-        if piece.start == 0:
-            placed = self._place(piece.name)
-            self._name = piece.name if placed is not None else ""
+        if cut.start == 0:
+            placed = self._place(cut.name)
+            self._name = cut.name if placed is not None else ""
             if placed is not None:
                 self._placed = placed.detach().view(-1).view(torch.uint8)
-        if self._name != piece.name:
+        if self._name != cut.name:
             return False
-        self._placed[piece.start : piece.start + piece.nbytes].copy_(view)
+        whole = cut.nbytes == cut.total
+        self._into.append(self._placed if whole else self._placed[cut.start : cut.start + cut.nbytes])
+        self._parts.append(view)
         return True

@@ -5,8 +5,10 @@ partition begins a new one; only tensors larger than a partition span several. H
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -39,7 +41,9 @@ def wire_metas(metas: Iterable[Meta], wire_dtype: str) -> list[Meta]:
     return [(name, dtype_name(wire(dtype_named(dtype), wire_dtype)), list(shape)) for name, dtype, shape in metas]
 
 
+@lru_cache
 def wire(dtype: torch.dtype, wire_dtype: str) -> torch.dtype:
+    """What a tensor of that dtype travels as."""
     cast = dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     return dtype_named(wire_dtype) if cast else dtype
 
@@ -82,21 +86,59 @@ def make_plan(metas: Iterable[Meta], partition_bytes: int = PARTITION_BYTES) -> 
     )
 
 
-@lru_cache(maxsize=4)
-def planned(metas: tuple[tuple[str, str, tuple[int, ...]], ...], wire_dtype: str, partition_bytes: int) -> Plan:
-    """The plan of a model's metas on the wire; kept, because every version has the same. Raises as ``make_plan``."""
-    return make_plan(wire_metas(metas, wire_dtype), partition_bytes)
+class Cut(NamedTuple):
+    """A slice as tensors need it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+    nbytes: int
+    total: int
+    """Bytes of the whole tensor."""
+    first: int
+    count: int
+    """Elements of the slice, and the first one's place in the tensor."""
+
+
+def cuts_of(plan: Plan) -> list[list[Cut]]:
+    """Of every partition, in order; without gaps, so sizes tell offsets."""
+    return [[_cut(piece) for piece in partition.slices] for partition in plan.partitions]
+
+
+def _cut(piece: TensorSlice) -> Cut:
+    dtype, shape = dtype_named(piece.dtype), torch.Size(piece.shape)
+    size = dtype.itemsize
+    place = piece.start // size, piece.nbytes // size
+    return Cut(piece.name, dtype, shape, piece.start, piece.nbytes, size * shape.numel(), *place)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and what is made from it once, because every version has the same."""
+
+    plan: Plan
+    text: str
+    """Its JSON."""
+    cuts: list[list[Cut]]
 
 
 @lru_cache(maxsize=4)
-def read_plan(text: str) -> Plan:
-    """A plan from its JSON, checked; kept, because every version has the same.
+def planned(metas: tuple[tuple[str, str, tuple[int, ...]], ...], wire_dtype: str, partition_bytes: int) -> Planned:
+    """The plan of a model's metas on the wire. Raises as ``make_plan``."""
+    plan = make_plan(wire_metas(metas, wire_dtype), partition_bytes)
+    return Planned(plan, plan.model_dump_json(), cuts_of(plan))
+
+
+@lru_cache(maxsize=4)
+def read_plan(text: str) -> Planned:
+    """A plan from its JSON, checked.
 
     Raises ValueError or WeightError when it is none that ``make_plan`` could have made.
     """
     plan = Plan.model_validate_json(text)
     check_plan(plan)
-    return plan
+    return Planned(plan, text, cuts_of(plan))
 
 
 def check_plan(plan: Plan) -> None:

@@ -34,6 +34,7 @@ class StreamSender:
     def __init__(
         self,
         release: Release,
+        plan_text: str,
         *,
         transport: str,
         address: str,
@@ -42,11 +43,13 @@ class StreamSender:
         delta: bool,
         deadline_s: float,
     ) -> None:
+        """plan_text: the release's plan as JSON."""
         if receivers < 1:
             raise WeightError(
                 f"receivers is {receivers}; transport {transport} needs one at least", version=release.version
             )
         self._release, self._transport, self._address = release, transport, address
+        self._plan_text = plan_text
         self._receivers, self._device, self._deadline_s = receivers, device, deadline_s
         self._kept: Kept | None = kept_for(address) if delta else None
         self._sending: list[Future[None]] = []
@@ -71,7 +74,7 @@ class StreamSender:
             "device": self._carrier.slot(0).device.type,
             "hashing": self._hashing,
             "slot_bytes": self._carrier.slot_bytes,
-            "plan": plan.model_dump_json(),
+            "plan": self._plan_text,
         }
         base = self._kept.digest_for(plan) if self._kept else ""
         secret = self._address.partition("#")[2]

@@ -34,7 +34,7 @@ def pull_stream(
     with closing(Link(source, deadline_s, rank)) as link:
         try:
             pulled = _Pull(link, source, expect, rank, device)
-            assembler = Assembler(sink, settle, place)
+            assembler = Assembler(pulled.cuts, sink, settle, place)
             try:
                 digest = pulled.run(assembler)
             finally:
@@ -57,9 +57,10 @@ class _Pull:
         if offer["version"] != source.version:
             raise link.error(f"the publisher at {link.where} sends version {offer['version']}")
         try:
-            self.plan = read_plan(offer["plan"])
+            read = read_plan(offer["plan"])
         except ValueError as error:
             raise link.error(f"the publisher's plan cannot be used: {error}") from error
+        self.plan, self.cuts = read.plan, read.cuts
         check_expected(self.plan, expect)
         if offer["transport"] != source.transport:
             raise link.error(f"the publisher sends over {offer['transport']}, not {source.transport}")

@@ -3,7 +3,7 @@
 The loaders of vLLM look up every tensor's parameter by name, in Python: for some hundred tensors that takes
 ten times as long as moving their bytes. With weights that are used as they are loaded, all they do is copy parts of
 tensors into parts of parameters, the same parts for every version. Anything else that a loader does is noticed, and
-then it is called each time. Runs in vLLM's workers; needs torch alone.
+then it is called each time. Runs in vLLM's workers.
 """
 
 from bisect import bisect_right
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from headrace.engines.checkpoint.copying import copy_all
 
 Batch = Sequence[tuple[str, Tensor]]
 """Contiguous tensors by their Hugging Face names."""
@@ -60,12 +62,7 @@ class Copies:
             for copy in self._copies.get(name, ()):  # one without elements has none
                 into.append(copy.into)
                 parts.append(tensor.as_strided(copy.size, copy.stride, tensor.storage_offset() + copy.offset))
-        with torch.no_grad():
-            if parts and parts[0].device == into[0].device:
-                torch._foreach_copy_(into, parts)
-            else:
-                for target, part in zip(into, parts, strict=True):
-                    target.copy_(part)
+        copy_all(into, parts)
 
     def place(self, name: str) -> Tensor | None:
         """The memory of a tensor that is copied whole into one place, with its shape; None when it is not so."""
