@@ -173,12 +173,14 @@ class Courier:
         peers = sorted(self._living, key=lambda peer: (peer.joined["rank"], peer.joined["pid"]))
         self.shared = bool(self._base) and all(peer.joined["base"] == self._base for peer in peers)
         held = [peer.joined["held"] for peer in peers]
-        told = await asyncio.to_thread(self._carrier.form, held, self._deadline_s)
+        static = self._carrier.static
+        told = await asyncio.to_thread(self._carrier.form, held, self._deadline_s) if static else []
         self._groups = dict(zip(peers, told, strict=True)) if told else {}
         self._begun = True
         self._publisher_waits = False
         self._notify()
-        await asyncio.to_thread(self._carrier.join, self._deadline_s)
+        if static:
+            await asyncio.to_thread(self._carrier.join, self._deadline_s)
 
     def free(self, index: int) -> None:
         """The exporting thread waits until the slot of partition ``index`` may be written.

@@ -16,7 +16,7 @@ from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint.carriers.names import LOCAL
 from headrace.engines.checkpoint.errors import WeightError
 
-_LOOK_S, _AGAIN_S = 0.003, 0.1
+_LOOK_S, _AGAIN_S = 0.001, 0.1
 """Between two attempts to reach a publisher on this machine, and on another."""
 _reserved: dict[str, socket.socket] = {}
 

@@ -59,7 +59,8 @@ class Backend(Protocol):
     async def drop(self, names: list[str]) -> None: ...
 
     async def load(self, source: str, expect: str, deadline_s: str) -> list[dict[str, Any]]:
-        """One outcome of each worker, see ``vllm_worker``; called while no request of ``complete`` runs."""
+        """One outcome of each worker, see ``vllm_worker``; called while no request of ``complete`` runs. Caches of what
+        the weights before have computed are empty afterwards."""
         ...
 
     async def load_adapter(self, path: str, version: int) -> None:
@@ -302,7 +303,6 @@ class Program:
         if any("error" in outcome for outcome in outcomes):
             await self.pause("abort")
         else:
-            await self._backend.reset_caches()
             self._version = version
         if was_open:
             await self.resume()

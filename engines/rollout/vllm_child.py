@@ -90,7 +90,8 @@ class VLLM:
         await self.llm.abort(names)
 
     async def load(self, source: str, expect: str, deadline_s: str) -> list[dict[str, Any]]:
-        # Requests of the door are not ours to drop: they are frozen, and computed again after the update.
+        # Requests of the door are not ours to drop: they are frozen, and computed again after the update. The caches are
+        # cleared with them.
         # As pause_generation, without the 20 ms that it then sleeps for callers who want the last outputs first.
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         arguments = {"source": source, "expect": expect, "deadline_s": deadline_s}

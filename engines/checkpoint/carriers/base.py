@@ -39,14 +39,14 @@ class Carrier(Protocol):
         ...
 
     def form(self, held: list[str], deadline_s: float) -> list[dict[str, Any]]:
-        """Once the receivers are known: what to tell each before the first partition; [] for nothing.
+        """Of a static one, once the receivers are known: what to tell each before the first partition.
 
         held: what each receiver kept from an earlier group, in order.
         """
         ...
 
     def join(self, deadline_s: float) -> None:
-        """While the receivers hear what ``form`` returned: meets them."""
+        """Of a static one, while the receivers hear what ``form`` returned: meets them."""
         ...
 
     def spread(self, data: Tensor, deadline_s: float) -> None:
@@ -133,10 +133,10 @@ class Slots:
         """Nothing but the plan."""
 
     def form(self, held: list[str], deadline_s: float) -> list[dict[str, Any]]:
-        return []
+        raise NotImplementedError("there is no group")
 
     def join(self, deadline_s: float) -> None:
-        """There is no group."""
+        raise NotImplementedError("there is no group")
 
     def spread(self, data: Tensor, deadline_s: float) -> None:
         """Receivers fetch on their own."""
