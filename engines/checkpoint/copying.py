@@ -5,27 +5,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_WORD = 8
-"""Bytes. One kernel copies all tensors of a list element by element: at the memory's speed where those are wide."""
+_LARGE = 16 << 20
+"""Bytes. From here on a copy of its own is faster than the kernel that copies lists (on an H200 at 65% of the speed)."""
 
 
 def copy_all(into: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     """``into[i].copy_(parts[i])`` for all, of equal shapes; on a GPU it is queued on the current stream."""
-    if not into:
-        return
+    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     with torch.no_grad():
-        if into[0].device.type == "cpu" or parts[0].device != into[0].device:
-            for target, part in zip(into, parts, strict=True):
+        for target, part in zip(into, parts, strict=True):
+            if target.device.type == "cpu" or target.nbytes >= _LARGE or part.device != target.device:
                 target.copy_(part)
-            return
-        pairs = [_words(target, part) for target, part in zip(into, parts, strict=True)]
-        targets, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _words(target: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
-    """The same two in words, where their bytes allow it."""
-    plain = target.dtype == part.dtype and target.is_contiguous() and part.is_contiguous()
-    if not plain or (target.data_ptr() | part.data_ptr() | target.nbytes) % _WORD:
-        return target, part
-    return target.view(-1).view(torch.int64), part.view(-1).view(torch.int64)
+                continue
+            kinds = target.dtype, part.dtype
+            if kinds[0] == kinds[1] and kinds[0].itemsize == 1:  # FP8 has no such kernel
+                target, part = target.view(torch.uint8), part.view(torch.uint8)
+            targets, sources = alike.setdefault(kinds, ([], []))
+            targets.append(target)
+            sources.append(part)
+        for targets, sources in alike.values():
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]

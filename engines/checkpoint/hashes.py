@@ -10,7 +10,6 @@ exchanged rows meet xxh3.
 
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Literal
 
 import numpy as np
@@ -65,26 +64,19 @@ def begin_hash(data: Tensor, hashing: Hashing) -> Callable[[], str]:
 
 def row_sums(data: Tensor) -> Tensor:
     """int32 [rows, 16]: the weighted sums of each row of a uint8 tensor [n]; zeros fill the last row."""
-    weights = _weights(data.device)
-    if data.device.type == "cuda" and data.numel() and _has_triton():
-        from headrace.engines.checkpoint import sums_kernel
-
-        return sums_kernel.row_sums(data.view(torch.int8), weights.t())
-    whole = data.numel() // _ROW
+    weights, values = _weights(data.device), data.view(torch.int8)
+    whole = values.numel() // _ROW
+    rows, rest = values[: whole * _ROW].view(whole, _ROW), values[whole * _ROW :]
     if whole < _FEWEST:
-        whole = 0
-    rest = data[whole * _ROW :]
-    few = torch.zeros(_FEWEST, _ROW, dtype=torch.int8, device=data.device)
-    few.view(-1)[: rest.numel()] = rest.view(torch.int8)
-    sums = torch._int_mm(few, weights)[: -(-rest.numel() // _ROW)]
-    if whole:
-        sums = torch.cat([torch._int_mm(data[: whole * _ROW].view(torch.int8).view(whole, _ROW), weights), sums])
-    return sums
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+        few = torch.zeros(_FEWEST, _ROW, dtype=torch.int8, device=data.device)
+        few[:whole] = rows
+        sums = [torch._int_mm(few, weights)[:whole]]
+    else:
+        sums = [torch._int_mm(rows, weights)]
+    if rest.numel():
+        # A product of a row that is filled up with zeros takes as long as that of thousands of rows.
+        sums.append((weights[: rest.numel()].int() * rest.int()[:, None]).sum(0, keepdim=True, dtype=torch.int32))
+    return torch.cat(sums)
 
 
 @lru_cache
