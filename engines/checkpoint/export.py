@@ -8,8 +8,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from headrace.blocks.weights import Partition, Plan, WeightManifest
+from headrace.blocks.fp8 import quantised, scales_name
+from headrace.blocks.weights import Partition, Plan, Quantization, WeightManifest
 from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.checkpoint.fp8 import to_blocks
 from headrace.engines.checkpoint.hashes import Hashing
 from headrace.engines.checkpoint.plan import digest_of_hashes, dtype_name, dtype_named, wire
 
@@ -64,8 +66,15 @@ class Sender(Protocol):
 class Export:
     """Reads the iterator once, in the plan's order, and casts into the partitions: one tensor is alive at a time."""
 
-    def __init__(self, tensors: Iterator[tuple[str, Tensor]], plan: Plan, wire_dtype: str, version: int) -> None:
-        self._tensors, self._plan, self._wire, self._version = tensors, plan, wire_dtype, version
+    def __init__(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        plan: Plan,
+        wire_dtype: str,
+        quantization: Quantization | None,
+        version: int,
+    ) -> None:
+        self._tensors, self._plan, self._version = on_wire(tensors, wire_dtype, quantization), plan, version
         self._flat: Tensor | None = None
 
     def run(self, sender: Sender) -> None:
@@ -97,8 +106,8 @@ class Export:
         return state.hexdigest() if state is not None else None
 
     def _next(self, name: str, dtype: str, shape: list[int]) -> Tensor:
-        found, tensor = next(self._tensors, ("nothing", torch.empty(0)))
-        made = dtype_name(wire(tensor.dtype, self._wire))
+        found, wanted, tensor = next(self._tensors, ("nothing", torch.float32, torch.empty(0)))
+        made = dtype_name(wanted)
         if (found, made, list(tensor.shape)) != (name, dtype, shape):
             came = found if found == "nothing" else f"{found} {made} {list(tensor.shape)}"
             raise self._error(f"the tensors are not those of the metas: expected {name} {dtype} {shape}, got {came}")
@@ -106,3 +115,21 @@ class Export:
 
     def _error(self, what: str) -> WeightError:
         return WeightError(what, version=self._version, advice="metas and tensors from the same model, in one order")
+
+
+def on_wire(
+    tensors: Iterator[tuple[str, Tensor]], wire_dtype: str, quantization: Quantization | None
+) -> Iterator[tuple[str, torch.dtype, Tensor]]:
+    """(name, dtype on the wire, tensor) of everything that travels, as ``wire_metas`` has it; keeps no tensor."""
+    for name, tensor in tensors:
+        if quantization and quantised(name, tensor.shape):
+            values, scales = to_blocks(tensor.detach())
+            del tensor
+            yield name, values.dtype, values
+            del values
+            yield scales_name(name), scales.dtype, scales
+            del scales
+        else:
+            dtype = wire(tensor.dtype, wire_dtype)
+            yield name, dtype, tensor
+            del tensor
