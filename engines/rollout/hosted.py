@@ -231,7 +231,9 @@ class HostedEngine:
 
     async def _load(self, source: WeightSource, deadline_s: float) -> tuple[Served, float]:
         metas = [(name, self._spec.dtype, shape) for name, shape in self._shapes.items()]
-        expect = {name: [dtype, shape] for name, dtype, shape in wire_metas(metas, self._spec.dtype, self._quantization)}
+        expect = {
+            name: [dtype, shape] for name, dtype, shape in wire_metas(metas, self._spec.dtype, self._quantization)
+        }
         self._spoiled = True  # until it is known better: the program may die under the load
         answer = await self._call(
             "load",

@@ -80,7 +80,7 @@ async def test_nothing_is_sampled_before_the_first_version(engine: VLLMEngine, m
         answering = asyncio.create_task(door.post("/v1/completions", json=asked))
         done, _ = await asyncio.wait([answering], timeout=1.0)
         assert not done
-        with pytest.raises(WeightError, match="down_proj.weight_scale_inv is missing"):
+        with pytest.raises(WeightError, match=r"down_proj\.weight_scale_inv is missing"):
             await engine.load_weights(published(models[0], tmp_path, 0, None), deadline_s=20)
         done, _ = await asyncio.wait([answering], timeout=1.0)
         assert not done
@@ -168,7 +168,7 @@ def mean_apart(model: Path, tokens: list[int], logprobs: list[float], dequantise
     if dequantised:
         parameters = dict(reference.named_parameters())
         with torch.no_grad():
-            for name, parameter in parameters.items():
+            for parameter in parameters.values():
                 parameter.copy_(parameter.bfloat16())
             for name, pair in bits(model).items():
                 parameters[name].copy_(from_blocks(*pair))
