@@ -136,7 +136,7 @@ def as_sent(model: nn.Module, activations: bool) -> Iterator[None]:
             hook.remove()
 
 
-def forward(layer: nn.Linear, x: Tensor, activations: bool) -> Tensor:
+def forward(layer: Any, x: Tensor, activations: bool) -> Tensor:
     seen = round_activations(x) if activations else x.float()
     bias = None if layer.bias is None else layer.bias.float()
     return linear(seen, from_blocks(*to_blocks(layer.weight)), bias).to(x.dtype)
