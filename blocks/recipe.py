@@ -10,6 +10,7 @@ from headrace.blocks.data import DataSpec
 from headrace.blocks.inheritance import with_base
 from headrace.blocks.parity import CLIPPING, Parity
 from headrace.blocks.reward import RewardSpec
+from headrace.blocks.weights import Quantization
 
 
 class ModelSpec(Strict):
@@ -90,6 +91,9 @@ class VLLMRollout(Strict):
     """Long prompts are computed in pieces, beside decoding. Left out: on GPUs; vLLM cannot on CPUs."""
     async_scheduling: bool | None = None
     """The next step is scheduled while one runs. Left out: on GPUs; vLLM cannot on CPUs."""
+    quantization: Quantization | None = None
+    """fp8: weights travel in 8 bits with a scale for each block of 128×128, and linear layers compute in 8 bits, with
+    vLLM's own scales for activations. Only on GPUs that have it. Left out: model.dtype."""
     batch_invariant: bool = False
     """Kernels whose result does not depend on what else is in the batch: slower; only on GPUs."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 512] | None = None
@@ -312,6 +316,11 @@ class Recipe(Strict):
             )
         if isinstance(backend, VLLMRollout) and backend.step_graphs and not self.roles.rollout.gpus:
             problems.append("rollout.backend.step_graphs has no effect without GPUs (roles.rollout.gpus is 0)")
+        if isinstance(backend, VLLMRollout) and backend.quantization:
+            if not self.roles.rollout.gpus:
+                problems.append("rollout.backend.quantization: fp8 needs GPUs: set roles.rollout.gpus, or remove it")
+            if self.model.dtype != "bfloat16":
+                problems.append("rollout.backend.quantization: fp8 is made from model.dtype: bfloat16 only")
         if isinstance(backend, SGLangRollout | TensorRTLLMRollout) and not self.roles.rollout.gpus:
             problems.append(f"rollout.backend {backend.kind} needs GPUs: set roles.rollout.gpus, or take vllm")
         if problems:

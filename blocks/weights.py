@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict
 Transport = Literal["shm", "cuda-ipc", "tcp", "nixl", "gloo", "nccl", "store"]
 """How the bytes of a version travel; see docs/weights.md."""
 
+Quantization = Literal["fp8"]
+"""How the matrices of linear layers travel and are served; see ``headrace.blocks.fp8``."""
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)

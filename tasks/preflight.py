@@ -10,9 +10,11 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import WorkerStatus
 from prefect.exceptions import ObjectNotFound
 
+from headrace.blocks.fp8 import unservable
 from headrace.blocks.home import home, model_folder
 from headrace.blocks.recipe import Recipe
 from headrace.engines import data
+from headrace.engines.rollout.folder import parameter_shapes
 
 FREE_BYTES_PER_PARAMETER_BYTE = 8
 """A checkpoint holds float32 weights and two moments; two of them may exist for a moment, beside the exported model."""
@@ -66,6 +68,8 @@ def _model_problems(recipe: Recipe) -> list[str]:
     problems = []
     if not list(folder.glob("*.safetensors")):
         problems.append(f"model.path: {folder} has no *.safetensors")
+    elif getattr(recipe.rollout.backend, "quantization", None) and (why := unservable(parameter_shapes(folder))):
+        problems.append(f"rollout.backend.quantization: {folder} cannot be served in blocks of FP8: {why}")
     tokenizer = folder / "tokenizer_config.json"
     if not tokenizer.is_file():
         problems.append(f"model.path: {folder} has no tokenizer_config.json")

@@ -145,6 +145,7 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
         "store": source.store,
         "receivers": len(rollouts) * placement.workers(c.recipe),
         "partition_bytes": (spec.partition_mb or placement.partition_mb(source.transport)) << 20,
+        "quantization": getattr(c.recipe.rollout.backend, "quantization", None),
         "delta": spec.delta,
         "deadline_s": deadline,
     }

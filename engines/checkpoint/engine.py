@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from headrace.blocks.weights import Served, Transport, WeightManifest, WeightSource
+from headrace.blocks.weights import Quantization, Served, Transport, WeightManifest, WeightSource
 from headrace.engines.checkpoint.carriers.base import unusable
 from headrace.engines.checkpoint.carriers.names import ON_GPU, SLOTS
 from headrace.engines.checkpoint.errors import WeightError
@@ -33,6 +33,7 @@ def publish(
     receivers: int = 1,
     partition_bytes: int = PARTITION_BYTES,
     wire_dtype: str = "bfloat16",
+    quantization: Quantization | None = None,
     parent: int | None = None,
     delta: bool = False,
     device: str = "cpu",
@@ -41,6 +42,7 @@ def publish(
     """Sends ``tensors`` as weight version ``version`` and returns the manifest that commits it.
 
     tensors, metas: every tensor by its Hugging Face name, whole, in one order; floats are cast to ``wire_dtype``.
+    quantization: fp8 sends the matrices of linear layers in 8 bits, each with its scales (``headrace.blocks.fp8``).
     store: keeps the version below ``store`` in the folder ``address``. All other transports wait for ``receivers``
     receivers at ``address`` (shm, cuda-ipc: a unix socket's path; else what ``reserve`` gave), go on with those that
     came when the deadline ends, and drop one that dies or is silent for ``deadline_s`` (gloo, nccl: losing one ends the
@@ -56,11 +58,12 @@ def publish(
     """
     try:
         limit = partition_bytes if transport == "store" else 2 * partition_bytes // SLOTS
-        made = planned(tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas), wire_dtype, limit)
+        found = tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas)
+        made = planned(found, wire_dtype, quantization, limit)
         if not made.plan.partitions:
             raise WeightError("there is no tensor to publish", version=version)
         release = Release(made.plan, version, train_step, parent, f"{socket.gethostname()}:{os.getpid()}")
-        export = Export(tensors, made, wire_dtype, version)
+        export = Export(tensors, made, wire_dtype, quantization, version)
         where = _slots_on(transport, device, version)
         sender: Sender
         if transport == "store":

@@ -8,9 +8,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from headrace.blocks.weights import Partition, Plan, WeightManifest
+from headrace.blocks.fp8 import quantised, scales_name
+from headrace.blocks.weights import Partition, Plan, Quantization, WeightManifest
 from headrace.engines.checkpoint.copying import copy_all
 from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.checkpoint.fp8 import to_blocks
 from headrace.engines.checkpoint.hashes import Hashing
 from headrace.engines.checkpoint.plan import Cut, Planned, digest_of_hashes, dtype_name, wire
 
@@ -68,9 +70,16 @@ class Export:
     """Reads the iterator once, in the plan's order, and casts into the partitions: one tensor is alive at a time, on a
     GPU also those of 64 MiB."""
 
-    def __init__(self, tensors: Iterator[tuple[str, Tensor]], plan: Planned, wire_dtype: str, version: int) -> None:
-        self._tensors, self._plan, self._cuts = tensors, plan.plan, plan.cuts
-        self._wire, self._version = wire_dtype, version
+    def __init__(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        plan: Planned,
+        wire_dtype: str,
+        quantization: Quantization | None,
+        version: int,
+    ) -> None:
+        self._tensors, self._version = on_wire(tensors, wire_dtype, quantization), version
+        self._plan, self._cuts = plan.plan, plan.cuts
         self._flat = torch.empty(0)
 
     def run(self, sender: Sender) -> None:
@@ -117,9 +126,9 @@ class Export:
         return self._flat if cut.nbytes == cut.total else self._flat[cut.first : cut.first + cut.count]
 
     def _next(self, cut: Cut) -> Tensor:
-        found, tensor = next(self._tensors, ("nothing", torch.empty(0)))
-        if found != cut.name or tensor.shape != cut.shape or wire(tensor.dtype, self._wire) != cut.dtype:
-            made = dtype_name(wire(tensor.dtype, self._wire))
+        found, dtype, tensor = next(self._tensors, ("nothing", torch.float32, torch.empty(0)))
+        if found != cut.name or tensor.shape != cut.shape or dtype != cut.dtype:
+            made = dtype_name(dtype)
             came = found if found == "nothing" else f"{found} {made} {list(tensor.shape)}"
             wanted = f"{cut.name} {dtype_name(cut.dtype)} {list(cut.shape)}"
             raise self._error(f"the tensors are not those of the metas: expected {wanted}, got {came}")
@@ -127,3 +136,21 @@ class Export:
 
     def _error(self, what: str) -> WeightError:
         return WeightError(what, version=self._version, advice="metas and tensors from the same model, in one order")
+
+
+def on_wire(
+    tensors: Iterator[tuple[str, Tensor]], wire_dtype: str, quantization: Quantization | None
+) -> Iterator[tuple[str, torch.dtype, Tensor]]:
+    """(name, dtype on the wire, tensor) of everything that travels, as ``wire_metas`` has it; keeps no tensor."""
+    for name, tensor in tensors:
+        if quantization and quantised(name, tensor.shape):
+            values, scales = to_blocks(tensor.detach())
+            del tensor
+            yield name, values.dtype, values
+            del values
+            yield scales_name(name), scales.dtype, scales
+            del scales
+        else:
+            dtype = wire(tensor.dtype, wire_dtype)
+            yield name, dtype, tensor
+            del tensor

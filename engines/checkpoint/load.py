@@ -50,7 +50,7 @@ def check_expected(plan: Plan, expect: Expect | None) -> None:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise WeightError(
             f"the published tensors are not those of this engine's model: {'; '.join(wrong[:5])}{more}",
-            advice="the same model folder for trainer and rollout engine; the dtype is the recipe's wire dtype",
+            advice="the same model folder, model.dtype and quantization for trainer and rollout engine",
         )
 
 

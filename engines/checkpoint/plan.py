@@ -14,7 +14,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from headrace.blocks.weights import Partition, Plan, TensorSlice
+from headrace.blocks.fp8 import quantised, scales_name, scales_shape
+from headrace.blocks.weights import Partition, Plan, Quantization, TensorSlice
 from headrace.engines.checkpoint.errors import WeightError
 
 PARTITION_BYTES = 16 << 20
@@ -36,9 +37,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def wire_metas(metas: Iterable[Meta], wire_dtype: str) -> list[Meta]:
-    """The metas as they travel: floats of 16 bits and more in ``wire_dtype``, anything else unchanged."""
-    return [(name, dtype_name(wire(dtype_named(dtype), wire_dtype)), list(shape)) for name, dtype, shape in metas]
+def wire_metas(metas: Iterable[Meta], wire_dtype: str, quantization: Quantization | None = None) -> list[Meta]:
+    """The metas as they travel: floats of 16 bits and more in ``wire_dtype``, anything else unchanged. With
+    ``quantization`` two tensors, values and their scales, for each that is quantised."""
+    made: list[Meta] = []
+    for name, dtype, shape in metas:
+        if quantization and quantised(name, shape):
+            made += [(name, "float8_e4m3fn", list(shape)), (scales_name(name), "float32", scales_shape(shape))]
+        else:
+            made.append((name, dtype_name(wire(dtype_named(dtype), wire_dtype)), list(shape)))
+    return made
 
 
 @lru_cache
@@ -124,9 +132,14 @@ class Planned:
 
 
 @lru_cache(maxsize=4)
-def planned(metas: tuple[tuple[str, str, tuple[int, ...]], ...], wire_dtype: str, partition_bytes: int) -> Planned:
+def planned(
+    metas: tuple[tuple[str, str, tuple[int, ...]], ...],
+    wire_dtype: str,
+    quantization: Quantization | None,
+    partition_bytes: int,
+) -> Planned:
     """The plan of a model's metas on the wire. Raises as ``make_plan``."""
-    plan = make_plan(wire_metas(metas, wire_dtype), partition_bytes)
+    plan = make_plan(wire_metas(metas, wire_dtype, quantization), partition_bytes)
     return Planned(plan, plan.model_dump_json(), cuts_of(plan))
 
 

@@ -17,7 +17,7 @@ from headrace.algorithms.sums import finish_metrics
 from headrace.blocks.algorithms import Algorithm
 from headrace.blocks.manifest import Manifest, Part
 from headrace.blocks.recipe import Optim
-from headrace.blocks.weights import Transport
+from headrace.blocks.weights import Quantization, Transport
 from headrace.engines.checkpoint import PARTITION_BYTES, WeightError, publish, reserve
 from headrace.engines.checkpoint.carriers.base import unusable
 from headrace.engines.experience import schema
@@ -89,6 +89,8 @@ class PublishParams(_Params):
     receivers: int = 1
     """Processes that pull."""
     partition_bytes: int = PARTITION_BYTES
+    quantization: Quantization | None = None
+    """As the rollout engines serve."""
     delta: bool = False
     deadline_s: float
 

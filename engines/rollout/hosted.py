@@ -15,6 +15,7 @@ import headrace
 from headrace.blocks.weights import Adapter, Served, WeightSource
 from headrace.engines.checkpoint.adapter import digest_of
 from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.checkpoint.plan import wire_metas
 from headrace.engines.process import Child, describe_exit
 from headrace.engines.rollout import errors, wire
 from headrace.engines.rollout.base import START_VERSION, Completion, Group, Request
@@ -79,7 +80,8 @@ class HostedEngine:
         self._loading = asyncio.Lock()
         self._served: Served | None = None
         self._adapter = ""
-        self._broken = ""
+        self._quantization = getattr(spec.backend, "quantization", None)
+        self._broken = "weights for its quantised layers have not come yet" if self._quantization else ""
         self._spoiled = False
         self._about: dict[str, Any] = {}
         self.door = ""
@@ -112,6 +114,7 @@ class HostedEngine:
             "places": self.launch.places,
             "salted": self.launch.salted,
             "start_version": START_VERSION,
+            "empty": bool(self._quantization),
         }
         env = {**self.launch.env, "PYTHONPATH": self._folder.name}
         with contextlib.ExitStack() as sockets:
@@ -167,7 +170,7 @@ class HostedEngine:
 
         Raises:
             RequestTooLong: prompt and response do not fit into the engine's context.
-            NotServing: the last load of weights failed.
+            NotServing: the last load of weights failed, or quantised weights have not come yet.
             WrongLogprobs: the engine's answer cannot be trained on.
             EngineDied: the program ended or fell silent; the message has the end of its log.
         """
@@ -227,7 +230,10 @@ class HostedEngine:
             return self._served
 
     async def _load(self, source: WeightSource, deadline_s: float) -> tuple[Served, float]:
-        expect = {name: [self._spec.dtype, shape] for name, shape in self._shapes.items()}
+        metas = [(name, self._spec.dtype, shape) for name, shape in self._shapes.items()]
+        expect = {
+            name: [dtype, shape] for name, dtype, shape in wire_metas(metas, self._spec.dtype, self._quantization)
+        }
         self._spoiled = True  # until it is known better: the program may die under the load
         answer = await self._call(
             "load",
@@ -420,7 +426,7 @@ class HostedEngine:
 
     def _check(self, requests: Sequence[Request]) -> None:
         if self._broken:
-            raise NotServing(f"this engine serves no weights since a load failed: {self._broken}")
+            raise NotServing(f"this engine serves no weights: {self._broken}")
         if self._lost.done():
             self._lost.result()
         for request in requests:

@@ -53,6 +53,8 @@ class VLLM:
         self._adapter: Any = None
         """vLLM's LoRARequest of the adapter that is served."""
         self._adapters = itertools.count(1)
+        self._empty: bool = options["empty"]
+        """Whether the weights are still those that vLLM made up at the start."""
         # What lives now lives on: the collector need not look at it between two tokens.
         gc.collect()
         gc.freeze()
@@ -86,20 +88,28 @@ class VLLM:
             raise Refused("EngineDied", f"vLLM's engine process died: {error}") from error
         return "abort"
 
+    async def open(self) -> None:
+        """Nothing is sampled from weights that are made up: requests of the door wait for the first load."""
+        if self._empty:
+            await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+
     async def drop(self, names: list[str]) -> None:
         await self.llm.abort(names)
 
     async def load(self, source: str, expect: str, deadline_s: str) -> list[dict[str, Any]]:
-        # Requests of the door are not ours to drop: they are frozen, and computed again after the update. The caches are
-        # cleared with them.
+        # Requests of the door are not ours to drop: they are frozen, and computed again after the update; caches are
+        # cleared here as well.
         # As pause_generation, without the 20 ms that it then sleeps for callers who want the last outputs first.
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         arguments = {"source": source, "expect": expect, "deadline_s": deadline_s}
         self._adapter = None  # it was made for the weights before
         try:
-            return await self.llm.collective_rpc("headrace_load_weights", kwargs=arguments)
+            outcomes = await self.llm.collective_rpc("headrace_load_weights", kwargs=arguments)
+            self._empty = self._empty and any("error" in outcome for outcome in outcomes)
+            return outcomes
         finally:
-            await self.llm.engine_core.resume_scheduler_async()
+            if not self._empty:
+                await self.llm.engine_core.resume_scheduler_async()
 
     async def load_adapter(self, path: str, version: int) -> None:
         from vllm.lora.request import LoRARequest
@@ -191,6 +201,7 @@ async def _serve(kind: type[VLLM], fd: int, options: dict[str, Any], flags: list
         return refuse(sock, Refused("UnsupportedEngine", what))
     backend = kind(flags, options)
     try:
+        await backend.open()
         serving = [asyncio.create_task(Program(backend, options).serve(sock))]
         if "door_fd" in options:
             from headrace.engines.rollout.vllm_door import serve_door

@@ -1,8 +1,12 @@
 """How vLLM is started: its flags and its environment. Every setting that changes numbers is said."""
 
 import json
+from pathlib import Path
 
+from headrace.blocks.fp8 import BLOCK, quantised, unservable
 from headrace.blocks.recipe import VLLMRollout
+from headrace.engines.rollout.errors import UnsupportedModel
+from headrace.engines.rollout.folder import parameter_shapes
 from headrace.engines.rollout.spec import RolloutSpec
 from headrace.engines.rollout.vllm_child import START_METHOD
 
@@ -11,7 +15,10 @@ MODEL_NAME = "policy"
 
 
 def flags(spec: RolloutSpec) -> list[str]:
-    """Every setting that changes numbers is given, whatever vLLM's defaults are."""
+    """Every setting that changes numbers is given, whatever vLLM's defaults are.
+
+    Raises UnsupportedModel when the recipe wants FP8 and the model cannot be served so.
+    """
     backend = spec.backend
     assert isinstance(backend, VLLMRollout)
     given = [
@@ -52,9 +59,29 @@ def flags(spec: RolloutSpec) -> list[str]:
     if backend.max_lora_rank:  # the next version is loaded beside the one in use
         given += ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "2"]
         given += ["--max-lora-rank", str(backend.max_lora_rank)]
+    overrides: dict[str, object] = {}
     if spec.head_dtype == "float32":
-        given += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
+        overrides["head_dtype"] = "float32"
+    if backend.quantization:
+        overrides["quantization_config"] = fp8_layers(Path(spec.model))
+        given += ["--load-format", "dummy"]  # the folder has other weights; they come as the first version
+    if overrides:
+        given += ["--hf-overrides", json.dumps(overrides)]
     return given
+
+
+def fp8_layers(model: Path) -> dict[str, object]:
+    """What an FP8 checkpoint of the model would say in its config.json. Raises UnsupportedModel."""
+    shapes = parameter_shapes(model)
+    if why := unservable(shapes):
+        raise UnsupportedModel(f"{model} cannot be served in blocks of FP8: {why}; remove rollout.backend.quantization")
+    others = [name for name, shape in shapes.items() if len(shape) > 1 and not quantised(name, shape)]
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": ["lm_head", *(name.removesuffix(".weight") for name in others)],
+    }
 
 
 def step_graphs(largest: int) -> dict[str, object]:
@@ -80,6 +107,8 @@ def environment(spec: RolloutSpec) -> dict[str, str]:
     assert isinstance(spec.backend, VLLMRollout)
     if spec.backend.batch_invariant:
         variables["VLLM_BATCH_INVARIANT"] = "1"
+    if spec.backend.quantization:
+        variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # it rounds scales to powers of two, and weights once more
     # Its engine process and its workers need not import everything again: a start is some 10 to 20 s faster.
     variables[START_METHOD] = "fork"
     if spec.gpus:

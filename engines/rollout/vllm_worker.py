@@ -10,6 +10,12 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.layers.attention.attention import (  # pyright: ignore[reportMissingImports]
+    set_default_quant_scales,
+)
+from vllm.model_executor.layers.quantization.kv_cache import (  # pyright: ignore[reportMissingImports]
+    BaseKVCacheMethod,
+)
 from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -112,8 +118,9 @@ class _Loading:
     def finish(self, model_config: Any, version: int) -> None:
         """Raises WeightError when a parameter of the model was not loaded."""
         # With LoRA adapters vLLM wraps layers; it finds what is theirs by the names that they had before.
-        missing = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
-        missing -= self._copies.loaded
+        caches = _quantised_caches(self._model)
+        names = [name for name, _ in self._model.named_parameters() if name.rpartition(".")[0] not in caches]
+        missing = {name.replace(".base_layer.", ".") for name in names} - self._copies.loaded
         if model_config.hf_text_config.tie_word_embeddings:
             missing.discard("lm_head.weight")
         if missing:
@@ -124,6 +131,14 @@ class _Loading:
             return
         finalize_layerwise_reload(self._model, model_config)
         _repack_tied_head(self._model)
+        for attention in caches.values():  # an engine that started without weights made these up as well
+            set_default_quant_scales(attention)
+
+
+def _quantised_caches(model: Any) -> dict[str, Any]:
+    """Attention layers, by name, for which a quantised model could bring scales of keys and values; ours bring none."""
+    modules = model.named_modules()
+    return {name: one for name, one in modules if isinstance(getattr(one, "quant_method", None), BaseKVCacheMethod)}
 
 
 def _repack_tied_head(model: Any) -> None:

@@ -79,6 +79,22 @@ def test_settings_without_effect_are_refused(useless):
         Recipe.model_validate({"base": "quickstart", **useless})
 
 
+def test_fp8_is_for_vllm_on_gpus_and_bfloat16():
+    fp8 = {"kind": "vllm", "quantization": "fp8"}
+    gpus = {"actor": {"pool": "a", "gpus": 1}, "rollout": {"pool": "b", "gpus": 1}}
+    base = {"base": "quickstart", "model": {"dtype": "bfloat16"}}
+    recipe = Recipe.model_validate({**base, "rollout": {"backend": fp8}, "roles": gpus})
+    assert recipe.rollout.backend.quantization == "fp8"  # type: ignore[union-attr]
+    with pytest.raises(ValidationError, match="fp8 needs GPUs"):
+        Recipe.model_validate({**base, "rollout": {"backend": fp8}})
+    with pytest.raises(ValidationError, match=r"model\.dtype: bfloat16 only"):
+        Recipe.model_validate(
+            {**base, "model": {"dtype": "float32"}, "rollout": {"backend": fp8}, "roles": gpus},
+        )
+    with pytest.raises(ValidationError, match="quantization"):
+        Recipe.model_validate({**base, "rollout": {"backend": {"kind": "sglang", "quantization": "fp8"}}})
+
+
 def test_the_run_form_has_no_defaults_that_would_override_the_base():
     schema = Recipe.model_json_schema()
     assert "required" not in schema

@@ -33,6 +33,16 @@ def test_a_tokenizer_without_chat_template_is_refused(tiny_model, monkeypatch, t
         check_recipe(_recipe(tmp_path / "model"))
 
 
+def test_a_model_that_has_no_blocks_of_fp8_is_refused(tiny_model, make_model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    backend = {"kind": "vllm", "quantization": "fp8"}
+    roles = {"actor": {"pool": "a", "gpus": 1}, "rollout": {"pool": "b", "gpus": 1}}
+    over = {"rollout": {"backend": backend}, "roles": roles}
+    with pytest.raises(RecipeRefused, match=r"multiples of 128, but model\.layers\.0\..*_proj\.weight is \["):
+        check_recipe(_recipe(tiny_model, **over))
+    check_recipe(_recipe(make_model(hidden_size=128, head_dim=64), **over))
+
+
 def test_a_full_disk_is_seen_before_the_start(tiny_model, monkeypatch, tmp_path):
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
     monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))

@@ -20,10 +20,10 @@ import pathlib, sys, threading, time, torch
 from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint import publish, pull, reserve
 
-side, transport, address, store = sys.argv[1:]
+side, transport, address, store, quantization = sys.argv[1:]
 MB = 1 << 20
 sizes = [4] * 40 + [40] + [4] * 40 + [40]  # MB on the wire, 400 in all
-metas = [(f"t{i}", "float32", [size * MB // 2048, 1024]) for i, size in enumerate(sizes)]
+metas = [(f"t{i}_proj.weight", "float32", [size * MB // 2048, 1024]) for i, size in enumerate(sizes)]
 
 def tensors():
     for i, (name, _, shape) in enumerate(metas):
@@ -46,12 +46,14 @@ def run(metas, tensors):
         address = told.read_text()
     if side == "publish":
         publish(tensors, metas, version=1, train_step=1, transport=transport, address=address, store=store,
-                partition_bytes=16 * MB, deadline_s=60)
+                quantization=quantization or None, partition_bytes=16 * MB, deadline_s=60)
     else:
         source = WeightSource(version=1, transport=transport, address=address, store=store)
-        total = []
-        pull(source, lambda name, tensor: total.append(float(tensor[-1, -1])), deadline_s=60)
-        assert total == [float(i) for i in range(len(sizes))], total
+        last = {}
+        pull(source, lambda name, tensor: last.update({name: float(tensor[-1, -1])}), deadline_s=60)
+        if quantization:
+            last = {name: value * last[name + "_scale_inv"] for name, value in last.items() if name[-3:] != "inv"}
+        assert [round(value, 3) for value in last.values()] == [float(i) for i in range(len(sizes))], last
 
 threading.Thread(target=print).start()
 torch.full((1024, 1024), 1.0).to(torch.bfloat16)
@@ -81,11 +83,14 @@ def used(process: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "store", "tcp", "nixl"])
-def test_memory_does_not_grow_with_the_model(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "quantization"), [("shm", ""), ("store", ""), ("tcp", ""), ("nixl", ""), ("shm", "fp8")]
+)
+def test_memory_does_not_grow_with_the_model(transport: str, quantization: str, tmp_path: Path) -> None:
     if transport == "nixl" and not find_spec("nixl_cu12"):
         pytest.skip("NIXL is not installed")
     arguments = (transport, tmp_path / "w", tmp_path) if transport == "shm" else (transport, "w", tmp_path)
+    arguments = (*arguments, quantization)
     publisher = side("publish", *arguments)
     if transport == "store":
         sent = used(publisher)
@@ -95,4 +100,5 @@ def test_memory_does_not_grow_with_the_model(transport: str, tmp_path: Path) -> 
         sent = used(publisher)
     print(f"publisher {sent / MB:.0f} MB, receiver {received / MB:.0f} MB, two partitions {2 * PARTITION / MB:.0f} MB")
     assert received <= 2 * PARTITION + TENSOR + SLACK
-    assert sent <= 2 * PARTITION + 2 * TENSOR + SLACK  # its tensor is float32: twice what travels
+    made = TENSOR // 2 if quantization else 0  # and its quantised form
+    assert sent <= 2 * PARTITION + 2 * TENSOR + made + SLACK  # its tensor is float32: twice what travels

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ from pydantic import ValidationError
 
 from headrace.blocks.recipe import VLLMRollout
 from headrace.engines.rollout.child import Refused
+from headrace.engines.rollout.errors import UnsupportedModel
 from headrace.engines.rollout.spec import RolloutSpec
 from headrace.engines.rollout.vllm_child import _said
 from headrace.engines.rollout.vllm_server import environment, flags, step_graphs
@@ -36,6 +39,23 @@ def test_a_gpu_gets_graphs_of_whole_steps_when_asked():
     assert step_graphs(64)["cudagraph_capture_sizes"][:7] == [1, 2, 4, 8, 16, 32, 64]  # type: ignore[index]
     with pytest.raises(ValidationError, match="step_graphs has no effect with enforce_eager"):
         VLLMRollout.model_validate({"kind": "vllm", "step_graphs": True})
+
+
+def test_fp8_starts_without_weights_and_names_what_stays(make_model: Callable[..., Path]):
+    backend = VLLMRollout.model_validate({"kind": "vllm", "quantization": "fp8"})
+    model = make_model(hidden_size=128, head_dim=64, tie_word_embeddings=False)
+    spec = RolloutSpec(model=str(model), head_dtype="float32", gpus=1, threads=1, python="python", backend=backend)
+    pairs = dict(itertools.pairwise(flags(spec)))
+    assert pairs["--load-format"] == "dummy"
+    overrides = json.loads(pairs["--hf-overrides"])
+    assert overrides["head_dtype"] == "float32"
+    layers = overrides["quantization_config"]
+    assert layers["quant_method"] == "fp8" and layers["weight_block_size"] == [128, 128]
+    assert set(layers["modules_to_not_convert"]) == {"lm_head", "model.embed_tokens"}
+    assert environment(spec)["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+    small = RolloutSpec(model=str(make_model()), gpus=1, threads=1, python="python", backend=backend)
+    with pytest.raises(UnsupportedModel, match="multiples of 128"):
+        flags(small)
 
 
 def test_development_endpoints_are_off():
