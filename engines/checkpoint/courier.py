@@ -53,6 +53,8 @@ class _Peer:
         self._bulk = connection.dup()
         """For partitions: sent by a thread in one call, not in the event loop piece by piece."""
         self._bulk.settimeout(deadline_s)
+        self._heard = b""
+        """Bytes that came and were not yet read."""
         self.name = "a receiver that had not joined"
         self.spoke = False
         self.joined: Message = {}
@@ -74,11 +76,12 @@ class _Peer:
         await asyncio.to_thread(self._bulk.sendall, data)
 
     async def send(self, kind: str, **content: Any) -> None:
-        sending = asyncio.get_running_loop().sock_sendall(self._socket, encode(kind, **content))
-        await asyncio.wait_for(sending, self._deadline_s)
+        async with asyncio.timeout(self._deadline_s):  # not wait_for: a task for each message takes longer than sending
+            await asyncio.get_running_loop().sock_sendall(self._socket, encode(kind, **content))
 
     async def receive(self, kind: str) -> Message:
-        return await asyncio.wait_for(self.hear(kind), self._deadline_s)
+        async with asyncio.timeout(self._deadline_s):
+            return await self.hear(kind)
 
     async def hear(self, kind: str) -> Message:
         """Without a deadline."""
@@ -103,12 +106,12 @@ class _Peer:
         return await self._exactly(length(await self._exactly(HEAD)))
 
     async def _exactly(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            piece = await asyncio.get_running_loop().sock_recv(self._socket, count - len(data))
+        while len(self._heard) < count:
+            piece = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 16)
             if not piece:
                 raise ConnectionError("it ended")
-            data += piece
+            self._heard += piece
+        data, self._heard = self._heard[:count], self._heard[count:]
         return data
 
     def close(self) -> None:
@@ -307,7 +310,8 @@ class Courier:
         """Waits, with signs of life; raises TimeoutError when the receiver has something to do and is silent."""
         while not ready():
             try:
-                await asyncio.wait_for(self._until(ready), min(_ALIVE_S, self._deadline_s))
+                async with asyncio.timeout(min(_ALIVE_S, self._deadline_s)):
+                    await self._until(ready)
             except TimeoutError:
                 if peer.told > peer.acknowledged and time.monotonic() - peer.heard > self._deadline_s:
                     raise
