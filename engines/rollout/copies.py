@@ -54,18 +54,23 @@ class Copies:
             with _Watch(self, batch):
                 self.loaded |= set(self._loader(batch) or ())
             return
-        into: list[Tensor] = []
-        parts: list[Tensor] = []
+        alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for name, tensor in batch:
             for copy in self._copies.get(name, ()):  # one without elements has none
-                into.append(copy.into)
-                parts.append(tensor.as_strided(copy.size, copy.stride, tensor.storage_offset() + copy.offset))
+                part = tensor.as_strided(copy.size, copy.stride, tensor.storage_offset() + copy.offset)
+                pair = copy.into, part
+                if part.dtype == copy.into.dtype and part.dtype.itemsize == 1:  # FP8 has few kernels
+                    pair = copy.into.view(torch.uint8), part.view(torch.uint8)
+                targets, parts = alike.setdefault(part.dtype, ([], []))
+                targets.append(pair[0])
+                parts.append(pair[1])
         with torch.no_grad():
-            if parts and parts[0].device == into[0].device:
-                torch._foreach_copy_(into, parts)
-            else:
-                for target, part in zip(into, parts, strict=True):
-                    target.copy_(part)
+            for targets, parts in alike.values():
+                if parts[0].device == targets[0].device:
+                    torch._foreach_copy_(targets, parts)
+                else:
+                    for target, part in zip(targets, parts, strict=True):
+                        target.copy_(part)
 
     def place(self, name: str) -> Tensor | None:
         """The memory of a tensor that is copied whole into one place, with its shape; None when it is not so."""
