@@ -6,6 +6,8 @@ it runs between two steps of the engine. Needs torch, vllm, pydantic, fsspec and
 
 import json
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,12 @@ from vllm.model_executor.layers.quantization.kv_cache import (  # pyright: ignor
 from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
     finalize_layerwise_reload,
     initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.sanitize import (  # pyright: ignore[reportMissingImports]
+    restore_layer_refs,
 )
 
 from headrace.blocks.weights import WeightSource
@@ -70,8 +78,27 @@ class HeadraceWorker:
         return {"served": served.model_dump()}
 
 
-_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_PLAIN = (
+    "UnquantizedLinearMethod",
+    "UnquantizedEmbeddingMethod",
+    "CutlassFp8BlockScaledMMKernel",
+    "TritonFp8BlockScaledMMKernel",
+    "Fp8KVCacheMethod",
+)
 """What vLLM does with these weights after loading: nothing, on a GPU."""
+
+
+def _used_as_loaded(model: Any, device: torch.device) -> bool:
+    """Else vLLM's layer-wise reload prepares parameters again."""
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    latent = any(type(module).__name__ == "MLAAttention" for module in model.modules())
+    return device.type == "cuda" and not latent and all(_plain(method) for method in methods)
+
+
+def _plain(method: Any) -> bool:
+    """method: a layer's way to compute; None for what has no weights of its own, or only such as norms."""
+    kind = type(method.fp8_linear if type(method).__name__ == "Fp8LinearMethod" else method).__name__
+    return method is None or kind in _PLAIN
 
 
 class _Loading:
@@ -81,14 +108,7 @@ class _Loading:
     def __init__(self, model: Any, device: torch.device, copies: Copies) -> None:
         self._model, self._copies = model, copies
         self._waiting: list[tuple[str, torch.Tensor]] = []
-        methods = [getattr(module, "quant_method", None) for module in model.modules()]
-        latent = any(type(module).__name__ == "MLAAttention" for module in model.modules())
-        self._in_place = (
-            device.type == "cuda"
-            and not latent
-            and all(method is None or type(method).__name__ in _PLAIN for method in methods)
-        )
-        """Whether parameters are used as they are loaded; else vLLM's layer-wise reload prepares them again."""
+        self._in_place = copies.known or _used_as_loaded(model, device)
         self.begun = False
 
     def place(self, name: str) -> torch.Tensor | None:
@@ -109,14 +129,19 @@ class _Loading:
             if not self._in_place:
                 initialize_layerwise_reload(self._model)
         if self._waiting:
-            if self._in_place:
+            if self._in_place and self._copies.known:
                 self._copies.load(self._waiting)
+            elif self._in_place:
+                with _loadable(self._model):
+                    self._copies.load(self._waiting)
             else:
                 self._copies.loaded |= self._model.load_weights(self._waiting)
             self._waiting = []
 
     def finish(self, model_config: Any, version: int) -> None:
         """Raises WeightError when a parameter of the model was not loaded."""
+        if self._copies.known:  # the copies of a load that was complete
+            return
         # With LoRA adapters vLLM wraps layers; it finds what is theirs by the names that they had before.
         caches = _quantised_caches(self._model)
         names = [name for name, _ in self._model.named_parameters() if name.rpartition(".")[0] not in caches]
@@ -126,13 +151,33 @@ class _Loading:
         if missing:
             what = f"vLLM loaded nothing into {len(missing)} parameters, first {min(missing)}"
             raise WeightError(what, version=version)
-        if self._in_place:
-            self._copies.finish()
-            return
-        finalize_layerwise_reload(self._model, model_config)
-        _repack_tied_head(self._model)
+        if not self._in_place:
+            finalize_layerwise_reload(self._model, model_config)
+            _repack_tied_head(self._model)
         for attention in caches.values():  # an engine that started without weights made these up as well
             set_default_quant_scales(attention)
+        if self._in_place:
+            self._copies.finish()
+
+
+@contextmanager
+def _loadable(model: Any) -> Iterator[None]:
+    """vLLM puts plain parameters, of the same memory, in the place of those that its loader knows how to fill, when
+    FP8 layers are loaded. Inside the block the loader finds its own kind again."""
+    replaced: list[tuple[Any, str, torch.nn.Parameter]] = []
+    for layer in model.modules():
+        recorded, _ = get_layerwise_info(layer).restore_metadata
+        for name, parameter in layer.named_parameters(recurse=False):
+            if name in recorded and type(recorded[name]) is not type(parameter):
+                alias = parameter.detach()
+                alias.__class__, alias.__dict__ = type(recorded[name]), recorded[name].__dict__.copy()
+                replaced.append((layer, name, parameter))
+                layer._parameters[name] = restore_layer_refs(alias, layer)
+    try:
+        yield
+    finally:
+        for layer, name, parameter in replaced:
+            layer._parameters[name] = parameter
 
 
 def _quantised_caches(model: Any) -> dict[str, Any]:

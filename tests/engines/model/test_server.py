@@ -170,7 +170,7 @@ def iteration(engine: Engine, key: str = "a") -> tuple[dict[str, Any], Manifest]
     return train, engine.stage("train", key, **train)
 
 
-def publish(engine: Engine, version: int) -> str:
+def publish(engine: Engine, version: int, quantization: str | None = None) -> str:
     address = f"weights/v{version:06d}"
     sent = engine.call(
         "publish",
@@ -179,12 +179,14 @@ def publish(engine: Engine, version: int) -> str:
         address=address,
         store=engine.store.url,
         receivers=0,
+        quantization=quantization,
         deadline_s=30,
     )
     source = WeightSource(version=version, transport="store", address=address, store=engine.store.url)
     names: list[str] = []
     served = pull(source, lambda name, tensor: names.append(name), deadline_s=30)
     assert served.digest == sent["digest"] and "model.embed_tokens.weight" in names
+    assert ("model.layers.1.mlp.down_proj.weight_scale_inv" in names) == bool(quantization)
     return served.digest
 
 
@@ -211,6 +213,7 @@ def test_an_iteration_over_the_wire(start: StartEngine, tmp_path: Path, ranks: i
     assert publish(engine, 3) == after, "the same step on the same bytes gives the same bits"
     assert engine.call("load", path=str(tmp_path / "state")) == {"train_step": 1, "cursor": 3}
     assert publish(engine, 4) == after
+    assert publish(engine, 5, "fp8") != after
     engine.call("export", path=str(tmp_path / "model"))
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert engine.shutdown() == 0, engine.child.tail()

@@ -43,11 +43,18 @@ def anyio_backend() -> str:
 class PlainVLLM(VLLMEngine):
     """Computes blockwise FP8 layers without AMX."""
 
+    in_place = "0"
+
     async def open(self) -> None:
         program = (str(Path(__file__).with_name("fp8_vllm.py")),)
         env = {**self.launch.env, "HEADRACE_TEST_SERVED": str(self._log_dir)}
+        env["HEADRACE_TEST_IN_PLACE"] = self.in_place
         self.launch = replace(self.launch, program=program, env=env)
         await super().open()
+
+
+class InPlace(PlainVLLM):
+    in_place = "1"
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +68,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("served")
 
 
-@pytest.fixture(scope="module")
-async def engine(models: tuple[Path, Path], served: Path) -> AsyncIterator[VLLMEngine]:
+@pytest.fixture(scope="module", params=[PlainVLLM, InPlace])
+async def engine(request: pytest.FixtureRequest, models: tuple[Path, Path], served: Path) -> AsyncIterator[VLLMEngine]:
     recipe = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 100_000_000, "quantization": "fp8"}
     backend = VLLMRollout.model_validate(recipe | {"openai_port": 0})
     spec = RolloutSpec(model=str(models[0]), dtype="bfloat16", gpus=0, threads=1, python=PYTHON, backend=backend)
-    engine = await PlainVLLM.start(spec, served, door_key="secret")
+    engine = await request.param.start(spec, served, door_key="secret")
     yield engine
     await engine.close()
 
