@@ -26,6 +26,7 @@ from benchmarks import weights_vllm
 from benchmarks.weights_figures import Metas, copy_seconds, hash_seconds, metas_of, nbytes_of, random_model, show
 from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint import WeightError, publish, pull, release, reserve
+from headrace.engines.checkpoint.copying import copy_all
 from headrace.engines.checkpoint.hashes import hash_of
 
 COPY_SHARE = 0.8
@@ -49,7 +50,7 @@ def receiver(pipe: Connection, device: str, metas: Metas) -> None:
             began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             began.record()
             targets, parts = zip(*waiting, strict=True)
-            torch._foreach_copy_(targets, parts)  # pyright: ignore[reportPrivateImportUsage]
+            copy_all(targets, parts)
             ended.record()
             events.append((began, ended))
         waiting.clear()
@@ -126,8 +127,14 @@ def between(transport: str, size: str, source: str, target: str, partition_mb: i
     return {"seconds": seconds[1:], "copies": copies[1:], "first": seconds[0], "nbytes": nbytes_of(metas)}
 
 
-def compare(transports: list[str], source: str, target: str, sizes: list[str], rounds: int) -> bool:
-    """Each transport and partition size against the bare copy. Returns whether every transport's best is in bounds."""
+def compare(
+    transports: list[str], source: str, target: str, sizes: list[str], partitions: list[int], rounds: int
+) -> bool:
+    """Each transport and partition size against the bare copy. Returns whether every transport's best is in bounds.
+
+    partitions: ``partition_mb`` of each run; 0: the whole model lies in one slot, so that nothing else runs on a shared
+    GPU while the receiver copies.
+    """
     passed = True
     for size in sizes:
         nbytes = nbytes_of(metas_of(size))
@@ -135,16 +142,15 @@ def compare(transports: list[str], source: str, target: str, sizes: list[str], r
         show("bare copy", size=size, gpus=f"{source}→{target}", ms=round(1e3 * floor, 2))
         for transport in transports:
             shares: list[float] = []
-            # In the last the whole model lies in one slot: nothing else runs on the GPU while the receiver copies.
-            for partition_mb in (64, 256, 1024, 2 * nbytes // 2**20 + 2):
+            for partition_mb in (mb or 2 * nbytes // 2**20 + 2 for mb in partitions):
                 try:
                     run = between(transport, size, source, target, partition_mb, rounds)
                 except (WeightError, RuntimeError) as error:
                     show(transport, size=size, partition_mb=partition_mb, failed=str(error)[:400])
                     continue
                 middle, copied = statistics.median(run["seconds"]), statistics.median(run["copies"])
-                # Over a network or a link the transfer is fetching; on one GPU the receiver's copy fetches.
-                transfer = copied if transport == "cuda-ipc" else middle
+                # Over a link it is everything from the first tensor on; on one GPU it is what the receiver copies.
+                transfer = copied if source == target else middle
                 shares.append(floor / transfer)
                 show(
                     transport,
@@ -169,21 +175,22 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("part", choices=("same", "pair", "vllm"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default="1.57B,8B")
+    parser.add_argument("--partitions", default="256,1024,4096,0", help="MB; 0 for the whole model in one")
     parser.add_argument("--transports", default="nccl,nixl,cuda-ipc", help="of part pair")
     parser.add_argument("--model", type=Path, help="folder of the model, for part vllm")
     given = parser.parse_args(words)
     if given.part == "vllm":
         return not weights_vllm.compare(given.model, given.rounds)
-    sizes = given.sizes.split(",")
+    sizes, partitions = given.sizes.split(","), [int(mb) for mb in given.partitions.split(",")]
     if given.part == "same":
         data = torch.randint(256, (100_000_003,), dtype=torch.uint8)
         if hash_of(data, "sums") != hash_of(data.cuda(), "sums"):
             raise RuntimeError("CPU and GPU compute other hashes of the same bytes")
-        return not compare(["cuda-ipc"], "cuda:0", "cuda:0", sizes, given.rounds)
+        return not compare(["cuda-ipc"], "cuda:0", "cuda:0", sizes, partitions, given.rounds)
     if torch.cuda.device_count() < 2:
         print("part pair needs two GPUs", file=sys.stderr)
         return 1
-    return not compare(given.transports.split(","), "cuda:0", "cuda:1", sizes, given.rounds)
+    return not compare(given.transports.split(","), "cuda:0", "cuda:1", sizes, partitions, given.rounds)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ VLLM_RATIO = 5.0
 FURTHEST = 0.3
 """Nats between the log-probabilities of a token that rounding explains; other weights give more."""
 PROMPT = list(range(100, 164))
-PARTITIONS_MB = (64, 256, 1024)
+PARTITIONS_MB = (256, 1024, 4096)
 MEMORY = 0.25
 """Share of the GPU for each of the two engines."""
 
