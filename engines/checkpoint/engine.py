@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ def publish(
     transport: Transport,
     address: str,
     store: str = "",
+    beside: Mapping[str, bytes] | None = None,
     receivers: int = 1,
     partition_bytes: int = PARTITION_BYTES,
     wire_dtype: str = "bfloat16",
@@ -41,7 +42,8 @@ def publish(
     """Sends ``tensors`` as weight version ``version`` and returns the manifest that commits it.
 
     tensors, metas: every tensor by its Hugging Face name, whole, in one order; floats are cast to ``wire_dtype``.
-    store: keeps the version below ``store`` in the folder ``address``. All other transports wait for ``receivers``
+    store: keeps the version below ``store`` in the folder ``address``, with the files ``beside`` (name → content:
+    configuration, tokenizer), so that it is a plain Hugging Face folder. All other transports wait for ``receivers``
     receivers at ``address`` (shm, cuda-ipc: a unix socket's path; else what ``reserve`` gave), go on with those that
     came when the deadline ends, and drop one that dies or is silent for ``deadline_s`` (gloo, nccl: losing one ends the
     publish). Two partitions of memory stay with the process for the next version (``release`` gives them back).
@@ -55,7 +57,7 @@ def publish(
     more. Raises WeightError; the version then does not exist.
     """
     try:
-        limit = partition_bytes if transport == "store" else 2 * partition_bytes // SLOTS
+        limit = partition_limit(transport, partition_bytes)
         plan = planned(tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas), wire_dtype, limit)
         if not plan.partitions:
             raise WeightError("there is no tensor to publish", version=version)
@@ -64,7 +66,7 @@ def publish(
         where = _slots_on(transport, device, version)
         sender: Sender
         if transport == "store":
-            sender = StoreSender(release, store=store, address=address, deadline_s=deadline_s)
+            sender = StoreSender(release, store=store, address=address, beside=beside or {}, deadline_s=deadline_s)
         else:
             sender = StreamSender(
                 release,
@@ -85,6 +87,12 @@ def publish(
     finally:
         for _ in tensors:
             pass
+
+
+def partition_limit(transport: Transport, partition_bytes: int) -> int:
+    """Bytes of a partition at most, where each side takes twice ``partition_bytes`` of memory. With the same limit and
+    hashing the same weights have the same digest, whatever way they take."""
+    return partition_bytes if transport == "store" else 2 * partition_bytes // SLOTS
 
 
 def pull(
