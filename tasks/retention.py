@@ -26,7 +26,7 @@ class Shelf:
 
     def complete(self) -> list[int]:
         """Numbers of those that count, ascending. Raises StoreError."""
-        return sorted(number for number, names in self._found().items() if self.marker in names)
+        return [number for number in self._numbers() if self._has(number, self.marker)]
 
     def pin(self, number: int) -> None:
         """Keeps one for ever. Raises StoreError."""
@@ -39,22 +39,20 @@ class Shelf:
         What never came to its marker goes as well. In a deletion the marker goes first: one that is interrupted leaves
         nothing that counts, and the next call deletes the rest.
         """
-        found = {number: names for number, names in sorted(self._found().items()) if PINNED not in names}
-        complete = [number for number, names in found.items() if self.marker in names]
+        found = [number for number in self._numbers() if not self._has(number, PINNED)]
+        complete = [number for number in found if self._has(number, self.marker)]
         stays = {*complete[-keep:], *needed}
         for number in found:
             if number <= newest and number not in stays:
                 self.files.remove(f"{self.path(number)}/{self.marker}")
                 self.files.remove_folder(self.path(number))
 
-    def _found(self) -> dict[int, set[str]]:
-        """Number → names of the files in its folder."""
-        form = re.compile(rf"{re.escape(f'{self.folder}/{self.prefix}')}(-?\d+)/(.+)")
-        found: dict[int, set[str]] = {}
-        for path in self.files.paths(self.folder):
-            if (match := form.fullmatch(path)) is not None:
-                found.setdefault(int(match[1]), set()).add(match[2])
-        return found
+    def _numbers(self) -> list[int]:
+        names = (re.fullmatch(rf"{self.prefix}(-?\d+)", name) for name in self.files.folders(self.folder))
+        return sorted(int(name[1]) for name in names if name)
+
+    def _has(self, number: int, name: str) -> bool:
+        return self.files.exists(f"{self.path(number)}/{name}")
 
 
 def states(files: Files) -> Shelf:

@@ -261,6 +261,15 @@ class Files:
         skip = len(self._root.rstrip("/")) + 1
         return sorted(p[skip:].replace(os.sep, "/") for p in found if not os.path.basename(p).startswith("."))
 
+    def folders(self, path: str) -> list[str]:
+        """Names of the folders in the folder ``path``, sorted; none where it does not exist. Raises StoreError."""
+        try:
+            with self._told("list", path):
+                found = self.fs.ls(self.locate(path), detail=True)
+        except NotInStore:
+            return []
+        return sorted(os.path.basename(entry["name"].rstrip("/")) for entry in found if entry["type"] == "directory")
+
 
 def _reopen(kind: type[Files], url: str, options: dict) -> Files:
     return kind(url, **options)

@@ -1,10 +1,11 @@
 """Weights through the store: kept versions on disk and on S3, damaged in every way, read by any reader."""
 
+import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from headrace.blocks.weights import WeightManifest, WeightSource
 from headrace.engines.checkpoint import WeightError, kept, publish, pull
 from headrace.engines.checkpoint.layout import files_of
 from headrace.engines.experience.files import Files
+from tests.engines.checkpoint.conftest import Start
 
 FOLDER = "weights/000003"
 
@@ -172,28 +174,34 @@ def test_nothing_to_publish_and_unknown_dtypes_are_refused(tmp_path: Path) -> No
         keep(files, {"z": torch.zeros(2, dtype=torch.complex64)})
 
 
-KILLED = """
-import os, signal, sys, torch
-from headrace.engines.checkpoint import publish
-def tensors():
-    for i in range(8):
-        if i == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield f"t{i}", torch.full((1024,), float(i))
-publish(tensors(), [(f"t{i}", "float32", [1024]) for i in range(8)], version=3, train_step=3, transport="store",
-        address="weights/000003", store=sys.argv[1], partition_bytes=2048)
-"""
+def read_plainly(folder: Path) -> set[float]:
+    """The values in a folder, as a program that knows nothing of manifests reads it."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensors = [safetensors.torch.load_file(folder / name) for name in set(index["weight_map"].values())]
+    return {value for part in tensors for tensor in part.values() for value in tensor.float().unique().tolist()}
 
 
-def test_a_publisher_killed_in_the_middle_commits_nothing_and_a_retry_does(tmp_path: Path) -> None:
-    files = Files(str(tmp_path))
-    ran = subprocess.run([sys.executable, "-c", KILLED, tmp_path], timeout=60)
-    assert ran.returncode == -signal.SIGKILL
-    assert files.paths(FOLDER)
-    with pytest.raises(WeightError, match="has no manifest"):
-        fetch(files)
-    model = {f"t{i}": torch.full((1024,), float(i)) for i in range(8)}
-    assert keep(files, model, partition_bytes=2048).digest == fetch(files)[0].digest
+def test_a_publisher_killed_at_any_step_leaves_nothing_that_looks_whole(start: Start, tmp_path: Path) -> None:
+    """One is killed before its first change of the disk, the next before its second, …; each has other weights."""
+    files, folder = Files(str(tmp_path)), tmp_path / "weights/v000003"
+    assert start("keeper.py", store=files.url, version=2, value=-1, kill_at=-1).says() == "done"
+    before = {path.name: path.read_bytes() for path in (tmp_path / "weights/v000002").iterdir()}
+    for attempt in itertools.count():
+        with suppress(EOFError):
+            start("keeper.py", store=files.url, version=3, value=attempt, kill_at=attempt).says()
+        if (folder / "manifest.json").exists():
+            break
+        if (folder / "config.json").exists():
+            assert read_plainly(folder) == {attempt}
+        with pytest.raises(WeightError, match="has no manifest"):
+            pull(WeightSource(version=3, transport="store", address="weights/v000003", store=files.url), print)
+    assert attempt > 15, "killed at as many steps"
+    assert read_plainly(folder) == {attempt}
+    source = WeightSource(version=3, transport="store", address="weights/v000003", store=files.url)
+    got: dict[str, Tensor] = {}
+    pull(source, lambda name, tensor: got.update({name: tensor.clone()}))
+    assert len(got) == 8 and all(torch.equal(t, torch.full_like(t, attempt)) for t in got.values())
+    assert {path.name: path.read_bytes() for path in (tmp_path / "weights/v000002").iterdir()} == before
 
 
 DISK_FULL = """
