@@ -5,7 +5,7 @@ import json
 from headrace.blocks.weights import WeightManifest
 from headrace.engines.experience.files import Files
 from headrace.tasks.campaign import current
-from headrace.tasks.recovery import SyncMismatch, version_path
+from headrace.tasks.recovery import SyncMismatch, tidy_versions, version_path
 from headrace.tasks.retention import versions
 from headrace.tasks.stage import stage
 
@@ -41,4 +41,5 @@ async def export() -> str:
             "delete that folder and run the campaign again"
         )
     kept.pin(c.version)
+    await tidy_versions(c, kept)
     return f"{files.url}/{kept.path(c.version)}"

@@ -7,6 +7,7 @@ CPU the weights are the same bits. A rollout engine pulls the current version fr
 import asyncio
 import json
 import tempfile
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ from headrace.blocks.weights import Served, WeightSource
 from headrace.engines.experience.store import Store
 from headrace.engines.rpc.client import EngineClient
 from headrace.tasks import placement
-from headrace.tasks.retention import versions
+from headrace.tasks.retention import Shelf, versions
 
 if TYPE_CHECKING:
     from headrace.tasks.campaign import Campaign
@@ -162,10 +163,14 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     for index in rollouts:
         c.engines.serving[index] = c.version
     if source.transport == "store":
-        needed = {c.version, *c.engines.serving.values(), *c.states.complete()[-1:]}
-        shelf = versions(c.store, c.weights_folder)
-        c.defer(asyncio.to_thread(shelf.tidy, spec.keep, c.version, needed))
+        c.defer(tidy_versions(c, versions(c.store, c.weights_folder)))
     return served
+
+
+def tidy_versions(c: "Campaign", shelf: Shelf) -> Coroutine[Any, Any, None]:
+    """Deletes the versions that may go now: neither served, nor the last checkpoint's, nor kept by the recipe."""
+    needed = {c.version, *c.engines.serving.values(), *c.states.complete()[-1:]}
+    return asyncio.to_thread(shelf.tidy, c.recipe.weights.keep, c.version, needed)
 
 
 def version_path(version: int, folder: str = "weights") -> str:

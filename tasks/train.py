@@ -55,4 +55,4 @@ async def checkpoint(step: int) -> None:
     if step not in c.states.complete():
         params = {"path": str(c.folder / c.states.path(step)), "step": step, "cursor": c.cursor}
         await c.engines.call("actor", 0, "save", params, job_id=f"save-{step}-{c.attempt}")
-    c.states.tidy(c.recipe.checkpoint.keep, step)
+    await asyncio.to_thread(c.states.tidy, c.recipe.checkpoint.keep, step)

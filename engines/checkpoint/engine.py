@@ -43,10 +43,11 @@ def publish(
 
     tensors, metas: every tensor by its Hugging Face name, whole, in one order; floats are cast to ``wire_dtype``.
     store: keeps the version below ``store`` in the folder ``address``, with the files ``beside`` (name → content:
-    configuration, tokenizer), so that it is a plain Hugging Face folder. All other transports wait for ``receivers``
-    receivers at ``address`` (shm, cuda-ipc: a unix socket's path; else what ``reserve`` gave), go on with those that
-    came when the deadline ends, and drop one that dies or is silent for ``deadline_s`` (gloo, nccl: losing one ends the
-    publish). Two partitions of memory stay with the process for the next version (``release`` gives them back).
+    configuration, tokenizer), so that it is a plain Hugging Face folder. What lies there without a manifest is deleted
+    first. All other transports wait for ``receivers`` receivers at ``address`` (shm, cuda-ipc: a unix socket's path;
+    else what ``reserve`` gave), go on with those that came when the deadline ends, and drop one that dies or is silent
+    for ``deadline_s`` (gloo, nccl: losing one ends the publish). Two partitions of memory stay with the process for the
+    next version (``release`` gives them back).
     parent: the version before this one. delta: keep this version in host memory, and send only what changed since the
     one that is kept to receivers that all have it. device: where the weights are; nixl's slots are there.
     deadline_s: the longest that one wait may take, in seconds. The iterator is always read to its end, so that other

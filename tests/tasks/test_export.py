@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.blocks.recipe import Recipe
 from headrace.blocks.weights import WeightManifest
 from headrace.engines.checkpoint import publish
+from headrace.engines.experience.files import Files
 from headrace.engines.experience.store import Store
 from headrace.tasks import campaign
 from headrace.tasks.export import export
 from headrace.tasks.recovery import SyncMismatch, record_version
+from headrace.tasks.retention import states
 
 
 class Actor:
@@ -22,6 +25,7 @@ class Actor:
 
     def __init__(self, value: float) -> None:
         self.value, self.asked = value, []
+        self.serving = {0: 7}
 
     async def call(self, role: str, index: int, method: str, params: dict[str, Any], job_id: str) -> None:
         assert (role, index, method) == ("actor", 0, "publish")
@@ -34,9 +38,10 @@ class Actor:
 
 
 def run(actor: Actor, folder: Path, attempt: int = 1) -> Path:
-    recipe = SimpleNamespace(deadlines=SimpleNamespace(sync=30.0))
-    made = {"version": 7, "attempt": attempt, "folder": folder, "store": Store(f"{folder}/store"), "recipe": recipe}
-    token = campaign._current.set(SimpleNamespace(**made, engines=actor))  # type: ignore[arg-type]
+    c = SimpleNamespace(version=7, attempt=attempt, folder=folder, store=Store(f"{folder}/store"), engines=actor)
+    c.states = states(Files(str(folder)))
+    c.recipe = Recipe.model_validate({"base": "quickstart"})
+    token = campaign._current.set(c)  # type: ignore[arg-type]
     try:
         return Path(asyncio.run(export.fn()))
     finally:
@@ -62,6 +67,16 @@ def test_it_has_the_digest_that_is_served_and_stays(tmp_path: Path) -> None:
     (folder / "PINNED").unlink()  # killed before it was pinned
     assert run(actor, tmp_path, attempt=2) == folder and (folder / "PINNED").exists()
     assert actor.asked == ["export-7-1"], "what is committed is taken as it is"
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    served(tmp_path, 1.0)
+    for version, names in ((4, ["model.safetensors"]), (5, ["model.safetensors", "manifest.json", "PINNED"])):
+        (tmp_path / f"weights/v{version:06d}").mkdir(parents=True)
+        for name in names:
+            (tmp_path / f"weights/v{version:06d}" / name).touch()
+    run(Actor(1.0), tmp_path)
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v000005", "v000007"]
 
 
 def test_other_weights_than_those_that_are_served_are_refused(tmp_path: Path) -> None:

@@ -204,6 +204,26 @@ def test_a_publisher_killed_at_any_step_leaves_nothing_that_looks_whole(start: S
     assert {path.name: path.read_bytes() for path in (tmp_path / "weights/v000002").iterdir()} == before
 
 
+def test_a_publisher_killed_while_it_writes_to_s3_commits_nothing_and_the_next_one_does(
+    start: Start, s3_bucket: str, tmp_path: Path
+) -> None:
+    files = Files(f"{s3_bucket}/{tmp_path.name}")
+    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    keeper = {"env": env, "store": files.url, "version": 3, "kill_at": -1}
+    source = WeightSource(version=3, transport="store", address="weights/v000003", store=files.url)
+    for number, tensor in enumerate(("t1", "t4", "t7")):
+        with pytest.raises(EOFError):
+            start("keeper.py", **keeper, value=number, kill_at_tensor=tensor).says()
+        assert not files.exists("weights/v000003/config.json")
+        with pytest.raises(WeightError, match="has no manifest"):
+            pull(source, print)
+    assert files.paths("weights/v000003"), "the last one had written some files"
+    assert start("keeper.py", **keeper, value=5).says() == "done"
+    got: dict[str, Tensor] = {}
+    pull(source, lambda name, tensor: got.update({name: tensor.clone()}))
+    assert len(got) == 8 and all(torch.equal(t, torch.full_like(t, 5)) for t in got.values())
+
+
 DISK_FULL = """
 import resource, signal, sys, torch
 from headrace.engines.checkpoint import publish
