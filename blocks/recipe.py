@@ -219,9 +219,16 @@ class Weights(Strict):
     """Half of the memory that each side takes beside its weights, MiB. Left out: 16; between GPUs 1024."""
     delta: bool = False
     """Send only what changed. Costs one copy of the weights in host memory on each side; for shm, tcp, nixl on CPUs."""
+    keep: int = Field(2, ge=2)
+    """Versions that transport store keeps: the one in use, the one before it, and older ones. One with a file PINNED in
+    it stays."""
 
     @model_validator(mode="after")
     def _useful(self) -> "Weights":
+        if self.transport != "store" and self.keep != Weights.model_fields["keep"].default:
+            raise ValueError(
+                f"keep has no effect under transport: {self.transport}; remove it, or choose transport: store"
+            )
         if self.delta and self.transport in ("store", "cuda-ipc", "nccl"):
             raise ValueError(f"delta has no effect under transport: {self.transport}; remove it, or choose tcp or shm")
         return self

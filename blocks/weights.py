@@ -65,6 +65,8 @@ class WeightManifest(_Frozen):
     """Hash of each partition's bytes, as hex, in order."""
     digest: str
     """xxh3-128 over the concatenated binary partition hashes: the name of the weights' content."""
+    files: list[int] = []
+    """Of a kept version: how many partitions lie in each of its files, in order."""
 
 
 class WeightSource(_Frozen):

@@ -11,6 +11,7 @@ from headrace.flows.gate import parity_gate
 from headrace.tasks.advantage import advantage
 from headrace.tasks.campaign import current
 from headrace.tasks.evaluate import evaluate
+from headrace.tasks.export import export
 from headrace.tasks.generate import generate, shards_of
 from headrace.tasks.logprob import old_logprob, ref_logprob
 from headrace.tasks.parity import is_due
@@ -18,7 +19,7 @@ from headrace.tasks.prompts import held_out, prompts
 from headrace.tasks.report import finish, report
 from headrace.tasks.score import score
 from headrace.tasks.sync_weights import sync_weights
-from headrace.tasks.train import checkpoint, export, train
+from headrace.tasks.train import checkpoint, train
 
 
 @flow(

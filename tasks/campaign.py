@@ -14,6 +14,7 @@ import xxhash
 from headrace.blocks.home import campaign_folder, model_folder, store_url
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.recipe import Recipe
+from headrace.engines.experience.files import Files
 from headrace.engines.experience.ledger import Ledger
 from headrace.engines.experience.store import Store, stage_key
 from headrace.engines.report import History
@@ -21,6 +22,7 @@ from headrace.engines.reward.pool import RewardPool
 from headrace.engines.reward.stage import Begun
 from headrace.tasks.engines import Engines
 from headrace.tasks.progress import Progress
+from headrace.tasks.retention import states
 from headrace.tasks.router import Router
 
 _current: ContextVar["Campaign"] = ContextVar("campaign")
@@ -49,6 +51,8 @@ class Campaign:
         self.folder = campaign_folder(root, id)
         """Local folder for what must lie on a disk: trainer state, sockets, logs."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.states = states(Files(str(self.folder)))
+        """Trainer state after so many iterations."""
         self._same_recipe()
         self.attempt = self._take_attempt()
         self.token = self._once("token", secrets.token_hex(24).encode()).decode()

@@ -123,6 +123,7 @@ async def try_knob(knob: Knob) -> None:
     c = current()
     path = f"parity/{knob.slug}.json"
     c.store.put(path, knob.applied(c.recipe).model_dump_json(indent=2).encode())
+    _end_trial(c)
     c.weights_folder = f"parity/{knob.slug}/weights"  # of another dtype, perhaps
     for role, index in c.engines.everyone():
         if role in ("actor", "rollout"):
@@ -132,9 +133,16 @@ async def try_knob(knob: Knob) -> None:
 async def end_trials() -> None:
     """No engine with a changed setting stays for the next attempt."""
     c = current()
-    c.weights_folder = "weights"
+    _end_trial(c)
     for role, index in c.engines.everyone():
         await c.engines.replace(role, index)
+
+
+def _end_trial(c: Campaign) -> None:
+    """The versions that a trial kept go."""
+    if c.weights_folder != "weights":
+        c.store.remove_folder(c.weights_folder)
+    c.weights_folder = "weights"
 
 
 @stage("parity-report", "parity-report")

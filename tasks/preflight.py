@@ -102,6 +102,8 @@ def _disk_problems(recipe: Recipe) -> list[str]:
     size = sum(f.stat().st_size for f in folder.glob("*.safetensors")) if folder.is_dir() else 0
     home().mkdir(parents=True, exist_ok=True)
     free, need = shutil.disk_usage(home()).free, size * FREE_BYTES_PER_PARAMETER_BYTE * (recipe.checkpoint.keep + 1)
+    if recipe.weights.transport == "store":
+        need += size * (recipe.weights.keep + 1)
     if free < need:
         return [f"disk: {home()} has {free / 1e9:.1f} GB free, checkpoints of this model need {need / 1e9:.1f} GB"]
     return []

@@ -7,8 +7,9 @@ CPU the weights are the same bits. A rollout engine pulls the current version fr
 import asyncio
 import json
 import tempfile
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import xxhash
@@ -20,6 +21,7 @@ from headrace.blocks.weights import Served, WeightSource
 from headrace.engines.experience.store import Store
 from headrace.engines.rpc.client import EngineClient
 from headrace.tasks import placement
+from headrace.tasks.retention import Shelf, versions
 
 if TYPE_CHECKING:
     from headrace.tasks.campaign import Campaign
@@ -27,26 +29,6 @@ if TYPE_CHECKING:
 
 class SyncMismatch(RuntimeError):
     """A rollout engine serves other weights than were published. The campaign stops: nothing may be trained on them."""
-
-
-def checkpoint_folder(c: "Campaign", step: int) -> Path:
-    """Trainer state after ``step`` iterations."""
-    return c.folder / "checkpoints" / f"step-{step:06d}"
-
-
-def checkpoints(c: "Campaign") -> list[int]:
-    """Steps that have complete trainer state, ascending."""
-    return sorted(int(p.parent.name.removeprefix("step-")) for p in c.folder.glob("checkpoints/step-*/COMPLETE"))
-
-
-PINNED = "PINNED"
-"""A file of this name in a checkpoint's folder keeps it for ever."""
-
-
-def expired(folder: Path, keep: int) -> list[Path]:
-    """Folders of complete checkpoints that are to be deleted: all but the last ``keep``; pinned ones do not count."""
-    complete = sorted(marker.parent for marker in folder.glob("checkpoints/step-*/COMPLETE"))
-    return [path for path in complete if not (path / PINNED).exists()][:-keep]
 
 
 async def restore_actor(c: "Campaign", client: EngineClient) -> None:
@@ -64,13 +46,13 @@ async def _replay(c: "Campaign", client: EngineClient) -> None:
     # One more than committed: the trainer stepped and the campaign died before it heard; the stage will ask again.
     if at in (len(trained), len(trained) + 1):
         return
-    usable = [step for step in checkpoints(c) if step <= len(trained)]
+    usable = [step for step in c.states.complete() if step <= len(trained)]
     start = usable[-1] if usable else 0
     log.info(
         "trainer is at step %d, the campaign at %d: restoring step %d and repeating the rest", at, len(trained), start
     )
     deadline = c.recipe.deadlines.stage
-    load = {"path": str(checkpoint_folder(c, start))} if usable else {"path": None}
+    load = {"path": str(c.folder / c.states.path(start))} if usable else {"path": None}
     await client.call("load", load, job_id=f"load-{start}-{c.attempt}-{client.lease.epoch}", deadline_s=deadline)
     for manifest in trained[start:]:
         params = json.loads(c.store.get(train_job_path(manifest.step)))
@@ -114,7 +96,7 @@ async def _source(c: "Campaign", tag: str, rollouts: list[Lease]) -> WeightSourc
     transport = placement.transport_for(c.recipe, actor.lease, rollouts)
     store = ""
     if transport == "store":
-        address, store = f"{c.weights_folder}/v{c.version:06d}", c.url
+        address, store = versions(c.store, c.weights_folder).path(c.version), c.url
     elif transport in placement.LOCAL:
         # One address for the campaign: the publisher reuses its memory from version to version.
         address = str(Path(tempfile.gettempdir()) / f"headrace-{xxhash.xxh3_64_hexdigest(c.url.encode())}.sock")
@@ -166,7 +148,8 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     except BaseExceptionGroup as group:
         # One side's failure cancels the other; the first is the cause.
         raise group.exceptions[0] from group
-    digest = sending.result()["digest"]
+    published = sending.result()
+    digest = published["digest"]
     served = [Served.model_validate(task.result()) for task in loading]
     for index, answer in zip(rollouts, served, strict=True):
         if (answer.version, answer.digest) != (c.version, digest):
@@ -177,10 +160,18 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
             )
     if c.probed is None:
         trained = c.trained()[c.version - 1] if c.version else None
-        record_version(c.store, c.version, digest, trained, c.weights_folder)
+        record_version(c.store, c.version, published, trained, c.weights_folder)
     for index in rollouts:
         c.engines.serving[index] = c.version
+    if source.transport == "store":
+        c.defer(tidy_versions(c, versions(c.store, c.weights_folder)))
     return served
+
+
+def tidy_versions(c: "Campaign", shelf: Shelf) -> Coroutine[Any, Any, None]:
+    """Deletes the versions that may go now: neither served, nor the last checkpoint's, nor kept by the recipe."""
+    needed = {c.version, *c.engines.serving.values(), *c.states.complete()[-1:]}
+    return asyncio.to_thread(shelf.tidy, c.recipe.weights.keep, c.version, needed)
 
 
 def version_path(version: int, folder: str = "weights") -> str:
@@ -188,13 +179,17 @@ def version_path(version: int, folder: str = "weights") -> str:
     return f"{folder}/v{version:06d}.json"
 
 
-def record_version(store: Store, version: int, digest: str, trained: Manifest | None, folder: str = "weights") -> None:
-    """Keeps the digest of a version that is served, beside the train stage that made it.
+def record_version(
+    store: Store, version: int, published: dict[str, Any], trained: Manifest | None, folder: str = "weights"
+) -> None:
+    """Keeps the digest of a version that is served, and what it depends on, beside the train stage that made it.
+
+    published: what the publish job gave: digest, hashing, partition_bytes.
 
     Raises SyncMismatch when the version has the bits of the one before although its train stage moved the weights: the
     trainer then published something else than what it trained.
     """
-    before = version_path(version - 1, folder)
+    before, digest = version_path(version - 1, folder), published["digest"]
     moved = trained is not None and all(trained.metrics.get(name) for name in ("updates/done", "lr", "grad_norm"))
     if moved and store.exists(before) and json.loads(store.get(before))["digest"] == digest:
         raise SyncMismatch(
@@ -202,5 +197,6 @@ def record_version(store: Store, version: int, digest: str, trained: Manifest | 
             f"between them stepped the optimizer: what was published is not what was trained, or the learning rate is "
             f"too small for the weights' dtype. Look at the actor's log; raise train.optim.lr"
         )
-    made = {"version": version, "digest": digest, "trained": trained.key if trained else ""}
+    layout = {name: published[name] for name in ("hashing", "partition_bytes")}
+    made = {"version": version, "digest": digest, **layout, "trained": trained.key if trained else ""}
     store.put(version_path(version, folder), json.dumps(made).encode())

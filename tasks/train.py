@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-import shutil
 
 from headrace.blocks.manifest import Manifest
 from headrace.tasks.campaign import current
-from headrace.tasks.recovery import checkpoint_folder, checkpoints, expired, record_groups, train_job_path
+from headrace.tasks.recovery import record_groups, train_job_path
 from headrace.tasks.stage import run_job, stage
 
 CODE = "1"
@@ -53,17 +52,7 @@ async def train(
 async def checkpoint(step: int) -> None:
     """Saves the trainer's durable state after ``step`` iterations, then deletes what is no longer kept."""
     c = current()
-    if step not in checkpoints(c):
-        params = {"path": str(checkpoint_folder(c, step)), "step": step, "cursor": c.cursor}
+    if step not in c.states.complete():
+        params = {"path": str(c.folder / c.states.path(step)), "step": step, "cursor": c.cursor}
         await c.engines.call("actor", 0, "save", params, job_id=f"save-{step}-{c.attempt}")
-    for old in expired(c.folder, c.recipe.checkpoint.keep):
-        shutil.rmtree(old)
-
-
-@stage("export", "export")
-async def export() -> str:
-    """Writes the trained model as a plain Hugging Face folder; returns its path."""
-    c = current()
-    path = c.folder / "model"
-    await c.engines.call("actor", 0, "export", {"path": str(path)}, job_id=f"export-{c.version}-{c.attempt}")
-    return str(path)
+    await asyncio.to_thread(c.states.tidy, c.recipe.checkpoint.keep, step)

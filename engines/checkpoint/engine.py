@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ def publish(
     transport: Transport,
     address: str,
     store: str = "",
+    beside: Mapping[str, bytes] | None = None,
     receivers: int = 1,
     partition_bytes: int = PARTITION_BYTES,
     wire_dtype: str = "bfloat16",
@@ -43,10 +44,12 @@ def publish(
 
     tensors, metas: every tensor by its Hugging Face name, whole, in one order; floats are cast to ``wire_dtype``.
     quantization: fp8 sends the matrices of linear layers in 8 bits, each with its scales (``headrace.blocks.fp8``).
-    store: keeps the version below ``store`` in the folder ``address``. All other transports wait for ``receivers``
-    receivers at ``address`` (shm, cuda-ipc: a unix socket's path; else what ``reserve`` gave), go on with those that
-    came when the deadline ends, and drop one that dies or is silent for ``deadline_s`` (gloo, nccl: losing one ends the
-    publish). Two partitions of memory stay with the process for the next version (``release`` gives them back).
+    store: keeps the version below ``store`` in the folder ``address``, with the files ``beside`` (name → content:
+    configuration, tokenizer), so that it is a plain Hugging Face folder. What lies there without a manifest is deleted
+    first. All other transports wait for ``receivers`` receivers at ``address`` (shm, cuda-ipc: a unix socket's path;
+    else what ``reserve`` gave), go on with those that came when the deadline ends, and drop one that dies or is silent
+    for ``deadline_s`` (gloo, nccl: losing one ends the publish). Two partitions of memory stay with the process for the
+    next version (``release`` gives them back).
     parent: the version before this one. delta: keep this version in host memory, and send only what changed since the
     one that is kept to receivers that all have it. device: where the weights are; nixl's slots are there.
     deadline_s: the longest that one wait may take, in seconds. The iterator is always read to its end, so that other
@@ -57,9 +60,8 @@ def publish(
     more. Raises WeightError; the version then does not exist.
     """
     try:
-        limit = partition_bytes if transport == "store" else 2 * partition_bytes // SLOTS
         found = tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas)
-        made = planned(found, wire_dtype, quantization, limit)
+        made = planned(found, wire_dtype, quantization, partition_limit(transport, partition_bytes))
         if not made.plan.partitions:
             raise WeightError("there is no tensor to publish", version=version)
         release = Release(made.plan, version, train_step, parent, f"{socket.gethostname()}:{os.getpid()}")
@@ -67,7 +69,7 @@ def publish(
         where = _slots_on(transport, device, version)
         sender: Sender
         if transport == "store":
-            sender = StoreSender(release, store=store, address=address, deadline_s=deadline_s)
+            sender = StoreSender(release, store=store, address=address, beside=beside or {}, deadline_s=deadline_s)
         else:
             sender = StreamSender(
                 release,
@@ -89,6 +91,12 @@ def publish(
     finally:
         for _ in tensors:
             pass
+
+
+def partition_limit(transport: Transport, partition_bytes: int) -> int:
+    """Bytes of a partition at most, where each side takes twice ``partition_bytes`` of memory. With the same limit and
+    hashing the same weights have the same digest, whatever way they take."""
+    return partition_bytes if transport == "store" else 2 * partition_bytes // SLOTS
 
 
 def pull(

@@ -1,16 +1,13 @@
-"""Transport ``store``: a version is a folder of safetensors files, one for each partition, and ``manifest.json``.
+"""Transport ``store``: a version is a Hugging Face folder (see ``layout``) that ``manifest.json`` commits.
 
-The layout, for any reader: partition i is ``part-<i>.safetensors`` (five digits). A tensor that lies whole in a
-partition has its own name, dtype and shape there. A tensor larger than a partition is stored as entries
-``<name>@<first byte>`` of type U8: joined in the order of partitions they are its row-major bytes, of the dtype and
-shape that the manifest gives. ``manifest.json`` (a ``WeightManifest``) is written last; its hashes are those of the
-files' data, which is all that follows the header. A committed version never changes.
+``manifest.json`` (a ``WeightManifest``) is written last; its hashes are those of the partitions' bytes. Before it comes
+``config.json``, where there is one, so that no other program takes a folder for a model before all of it is there. What
+a publish left that never committed is deleted by the next one. A committed version never changes.
 """
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from math import prod
+from contextlib import ExitStack
 
 import torch
 import xxhash
@@ -20,125 +17,117 @@ from torch import Tensor
 from headrace.blocks.weights import Partition, WeightManifest, WeightSource
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Release
+from headrace.engines.checkpoint.layout import FILE_BYTES, INDEX, MANIFEST, files_of, index_of, partitions_per_file
 from headrace.engines.checkpoint.load import Assembler, Expect, Place, Settle, Sink, check_expected, overlap
-from headrace.engines.checkpoint.plan import check_plan, cuts_of, digest_of_hashes, dtype_named
+from headrace.engines.checkpoint.plan import check_plan, cuts_of, digest_of_hashes
 from headrace.engines.experience.files import Files, NotInStore, StoreError
-
-_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-
-
-def _path(address: str, index: int) -> str:
-    return f"{address}/part-{index:05d}.safetensors"
-
-
-def _header(partition: Partition) -> bytes:
-    """What a safetensors file has before its data; a multiple of 8 bytes."""
-    entries: dict[str, dict] = {}
-    for piece in partition.slices:
-        if piece.dtype not in _CODES:
-            raise WeightError(f"{piece.name}: safetensors has no {piece.dtype}", advice="another wire dtype")
-        whole = piece.start == 0 and piece.nbytes == dtype_named(piece.dtype).itemsize * prod(piece.shape)
-        entries[piece.name if whole else f"{piece.name}@{piece.start}"] = {
-            "dtype": _CODES[piece.dtype] if whole else "U8",
-            "shape": piece.shape if whole else [piece.nbytes],
-            "data_offsets": [piece.offset, piece.offset + piece.nbytes],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def read_manifest(files: Files, address: str, version: int) -> WeightManifest | None:
     """The manifest of a version's folder, None when it was never committed. Raises WeightError, StoreError."""
+    where = f"{files.url}/{address}/{MANIFEST}"
     try:
-        manifest = WeightManifest.model_validate_json(files.get(f"{address}/manifest.json"))
+        manifest = WeightManifest.model_validate_json(files.get(f"{address}/{MANIFEST}"))
     except NotInStore:
         return None
     except ValidationError as error:
-        raise WeightError(f"{files.url}/{address}/manifest.json is damaged: {error}", version=version) from error
+        raise WeightError(f"{where} is damaged: {error}", version=version) from error
     if manifest.version != version:
         raise WeightError(f"{files.url}/{address} holds version {manifest.version}", version=version)
     check_plan(manifest.plan)
-    if len(manifest.hashes) != len(manifest.plan.partitions) or digest_of_hashes(manifest.hashes) != manifest.digest:
-        raise WeightError(f"{files.url}/{address}/manifest.json contradicts itself", version=version)
+    partitions = len(manifest.plan.partitions)
+    whole = len(manifest.hashes) == partitions == sum(manifest.files) and min(manifest.files, default=0) > 0
+    if not whole or digest_of_hashes(manifest.hashes) != manifest.digest:
+        raise WeightError(f"{where} contradicts itself", version=version)
     return manifest
 
 
 class StoreSender:
     """Writes one partition while the next is exported, in two buffers. (An object store's client copies one more.)"""
 
-    def __init__(self, release: Release, *, store: str, address: str, deadline_s: float) -> None:
+    def __init__(
+        self, release: Release, *, store: str, address: str, beside: Mapping[str, bytes], deadline_s: float
+    ) -> None:
         self._files, self._address, self._deadline_s = Files(store), address, deadline_s
-        self._release, self._plan, self._version = release, release.plan, release.version
+        self._release, self._beside = release, beside
         self._earlier = read_manifest(self._files, address, release.version)
+        if self._earlier and self._earlier.plan != release.plan:
+            raise self._committed_already(None)
+        self._counts = self._earlier.files if self._earlier else partitions_per_file(release.plan, FILE_BYTES)
+        self._layout = files_of(release.plan, self._counts)
+        self._begins = {file.partitions[0].index: file for file in self._layout}
+        self._ends = {file.partitions[-1].index for file in self._layout}
         self._under_way: list[Future[str]] = []
+        self._open = ExitStack()
+        """Of the file that is being written."""
 
     def __enter__(self) -> "StoreSender":
-        self._headers = [_header(partition) for partition in self._plan.partitions]
-        longest = max(len(head) + part.nbytes for head, part in zip(self._headers, self._plan.partitions, strict=True))
-        self._memory = [torch.empty(longest, dtype=torch.uint8) for _ in self._headers[:2]]
+        if self._earlier is None:
+            self._files.remove_folder(self._address)
+        longest = max(partition.nbytes for partition in self._release.plan.partitions)
+        self._memory = [torch.empty(longest, dtype=torch.uint8) for _ in self._release.plan.partitions[:2]]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-keep")
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+        abandoned = WeightError("the publish ended before this file did")
+        self._open.__exit__(type(abandoned), abandoned, None)
 
     def buffer(self, partition: Partition) -> Tensor:
         if partition.index >= 2:
             self._hash(partition.index - 2)
-        head = len(self._headers[partition.index])
-        return self._memory[partition.index % 2][head : head + partition.nbytes]
+        return self._memory[partition.index % 2][: partition.nbytes]
 
     def send(self, partition: Partition, found: str | None) -> None:
         assert found is not None
         self._under_way.append(self._pool.submit(self._keep, partition, found))
 
-    def _file(self, partition: Partition) -> memoryview:
-        nbytes = len(self._headers[partition.index]) + partition.nbytes
-        return self._memory[partition.index % 2].numpy().data[:nbytes]
-
     def commit(self) -> WeightManifest:
         hashes = [self._hash(index) for index in range(len(self._under_way))]
-        manifest = self._earlier or self._release.manifest(hashes, "xxh3")
-        self._files.put(f"{self._address}/manifest.json", manifest.model_dump_json().encode())
+        manifest = self._earlier or self._release.manifest(hashes, "xxh3").model_copy(update={"files": self._counts})
+        beside = dict(self._beside)
+        if len(self._layout) > 1:
+            beside[INDEX] = index_of(self._layout)
+        last = {name: beside.pop(name) for name in ("config.json",) if name in beside}
+        for name, data in {**beside, **last, MANIFEST: manifest.model_dump_json().encode()}.items():
+            self._files.put(f"{self._address}/{name}", data)
         return manifest
 
     def _keep(self, partition: Partition, found: str) -> str:
-        file, header = self._file(partition), self._headers[partition.index]
-        file[: len(header)] = header
-        if self._earlier and (self._earlier.plan != self._plan or self._earlier.hashes[partition.index] != found):
-            raise WeightError(
-                f"{self._files.url}/{self._address} is committed already, with other content; a version never changes",
-                version=self._version,
-                partition=partition.index,
-                advice="the next version number, or another campaign",
-            )
-        self._files.put(_path(self._address, partition.index), file)
+        index = partition.index
+        if index:
+            self._under_way[index - 1].result()  # raises what the one before raised: its file is gone
+        if self._earlier and self._earlier.hashes[index] != found:
+            raise self._committed_already(index)
+        try:
+            if (file := self._begins.get(index)) is not None:
+                self._sink = self._open.enter_context(self._files.writing(f"{self._address}/{file.name}"))
+                self._sink.write(file.header)
+            self._sink.write(self._memory[index % 2][: partition.nbytes].numpy().data)
+            if index in self._ends:
+                self._open.close()
+        except BaseException as error:
+            self._open.__exit__(type(error), error, error.__traceback__)  # as a StoreError, where it is one
+            raise
         return found
+
+    def _committed_already(self, partition: int | None) -> WeightError:
+        return WeightError(
+            f"{self._files.url}/{self._address} is committed already, with other content; a version never changes",
+            version=self._release.version,
+            partition=partition,
+            advice="the next version number, or another campaign",
+        )
 
     def _hash(self, index: int) -> str:
         try:
             return self._under_way[index].result(self._deadline_s)
         except TimeoutError as error:
-            where = f"{self._files.url}/{_path(self._address, index)}"
             raise WeightError(
-                f"{where} was not written within {self._deadline_s:g} s", version=self._version, partition=index
+                f"{self._files.url}/{self._address} took no bytes for {self._deadline_s:g} s",
+                version=self._release.version,
+                partition=index,
             ) from error
 
 
@@ -166,24 +155,28 @@ def pull_store(
     hashes: list[str] = []
 
     def fetch() -> Iterator[tuple[Partition, memoryview]]:
-        for partition in manifest.plan.partitions:
-            header = _header(partition)
-            path = _path(source.address, partition.index)
-            why = ""
-            try:
-                data = memoryview(files.get(path))
-            except StoreError as error:
-                raise _refused(str(error), source, partition, rank) from error
-            if len(data) != len(header) + partition.nbytes:
-                why = f"has {len(data)} bytes, not {len(header) + partition.nbytes}"
-            elif data[: len(header)] != header:
-                why = "has another header than its plan"
-            elif xxhash.xxh3_128_hexdigest(data[len(header) :]) != manifest.hashes[partition.index]:
-                why = "has another hash than its manifest"
-            if why:
-                raise _refused(f"{files.url}/{path} {why}", source, partition, rank)
-            yield partition, data[len(header) :]
-            del data  # before the next one is read
+        for file in files_of(manifest.plan, manifest.files):
+            path = f"{source.address}/{file.name}"
+            if (size := files.size(path)) not in (None, file.nbytes):
+                why = f"{files.url}/{path} has {size} bytes, not {file.nbytes}"
+                raise _refused(why, source, file.partitions[0], rank)
+            at, header = 0, file.header
+            for partition in file.partitions:
+                wanted = len(header) + partition.nbytes
+                try:
+                    data = memoryview(files.get(path, at, at + wanted) if wanted else b"")
+                except StoreError as error:
+                    raise _refused(str(error), source, partition, rank) from error
+                why = ""
+                if data[: len(header)] != header:
+                    why = "has another header than its plan"
+                elif xxhash.xxh3_128_hexdigest(data[len(header) :]) != manifest.hashes[partition.index]:
+                    why = "has another hash than its manifest"
+                if why:
+                    raise _refused(f"{files.url}/{path} {why}", source, partition, rank)
+                yield partition, data[len(header) :]
+                del data  # before the next one is read
+                at, header = at + wanted, b""
 
     def use(step: tuple[Partition, memoryview]) -> None:
         partition, data = step

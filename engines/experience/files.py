@@ -1,7 +1,7 @@
 """Bytes in a store: any fsspec URL, whole files only, errors for people. Needs neither Arrow nor torch.
 
 A file appears complete or not at all: locally it is written under a temporary name, synced and renamed; on an object
-store it is one upload. Files are never changed after that.
+store it is one upload, in pieces where it is long. Files are never changed after that.
 """
 
 import errno
@@ -16,8 +16,12 @@ from typing import BinaryIO, cast
 import fsspec
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+_PIECE = 16 << 20
+"""Bytes of a piece of an upload: an object store takes at most 10,000 of them, and none but the last below 5 MB."""
 
 
 class StoreError(RuntimeError):
@@ -146,11 +150,14 @@ class Files:
                 finally:
                     with suppress(FileNotFoundError):
                         os.unlink(temporary)
-            else:
+            elif tag or create:
                 buffer = io.BytesIO()
                 sink = Sink(cast(BinaryIO, buffer))
                 yield sink
                 self._upload(placed(path, sink) if tag else path, buffer.getvalue(), create)
+            else:
+                with self._uploading(path) as sink:
+                    yield sink
 
     @contextmanager
     def _staged(self, path: str) -> Iterator[tuple[str, Sink]]:
@@ -166,6 +173,17 @@ class Files:
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
+
+    @contextmanager
+    def _uploading(self, path: str) -> Iterator[Sink]:
+        file = cast(AbstractBufferedFile, self.fs.open(self.locate(path), "wb", block_size=_PIECE))
+        try:
+            yield Sink(cast(BinaryIO, file))
+        except BaseException:
+            file.discard()
+            file.closed = True  # closing it would upload what there is
+            raise
+        file.close()
 
     def _upload(self, path: str, data: bytes, create: bool = False) -> None:
         self.fs.pipe_file(self.locate(path), data, mode="create" if create else "overwrite")
@@ -194,13 +212,22 @@ class Files:
         with suppress(NotInStore), self._told("delete", path):
             self.fs.rm_file(self.locate(path))
 
-    def get(self, path: str) -> bytes:
-        """The bytes of a file. Raises NotInStore, StoreError."""
+    def remove_folder(self, path: str) -> None:
+        """Deletes all files below a folder; nothing happens when it does not exist. Raises StoreError."""
+        with suppress(NotInStore), self._told("delete", path):
+            if self.local:
+                shutil.rmtree(self.locate(path))
+            else:
+                self.fs.rm(self.locate(path), recursive=True)
+
+    def get(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes of a file, or those in [start, stop) as far as it has them. Raises NotInStore, StoreError."""
         with self._told("read", path):
             if not self.local:
-                return cast(bytes, self.fs.cat_file(self.locate(path)))
+                return cast(bytes, self.fs.cat_file(self.locate(path), start=start or None, end=stop))
             with open(self.locate(path), "rb") as file:
-                return file.read()
+                file.seek(start)
+                return file.read(-1 if stop is None else stop - start)
 
     def get_many(self, paths: Sequence[str]) -> list[bytes]:
         """The bytes of several files, in order; concurrently where the store is remote."""
@@ -233,6 +260,15 @@ class Files:
                 found = self.fs.find(top)
         skip = len(self._root.rstrip("/")) + 1
         return sorted(p[skip:].replace(os.sep, "/") for p in found if not os.path.basename(p).startswith("."))
+
+    def folders(self, path: str) -> list[str]:
+        """Names of the folders in the folder ``path``, sorted; none where it does not exist. Raises StoreError."""
+        try:
+            with self._told("list", path):
+                found = self.fs.ls(self.locate(path), detail=True)
+        except NotInStore:
+            return []
+        return sorted(os.path.basename(entry["name"].rstrip("/")) for entry in found if entry["type"] == "directory")
 
 
 def _reopen(kind: type[Files], url: str, options: dict) -> Files:

@@ -121,7 +121,3 @@ class ModelEngine(Protocol):
     def load(self, path: Path | None) -> int:
         """Restores saved state, or the start model for None. Returns the data cursor. Raises BadState."""
         ...
-
-    def export(self, path: Path) -> None:
-        """Writes a plain Hugging Face folder."""
-        ...

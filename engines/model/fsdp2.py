@@ -149,7 +149,3 @@ class FSDP2Engine:
             self._start()
             return 0
         return state.load(self, path)
-
-    def export(self, path: Path) -> None:
-        """See ``ModelEngine``."""
-        state.export(self, path)

@@ -18,13 +18,14 @@ from headrace.blocks.algorithms import Algorithm
 from headrace.blocks.manifest import Manifest, Part
 from headrace.blocks.recipe import Optim
 from headrace.blocks.weights import Quantization, Transport
-from headrace.engines.checkpoint import PARTITION_BYTES, WeightError, publish, reserve
+from headrace.engines.checkpoint import PARTITION_BYTES, WeightError, partition_limit, publish, reserve
 from headrace.engines.checkpoint.carriers.base import unusable
 from headrace.engines.experience import schema
 from headrace.engines.experience.store import Store
 from headrace.engines.model import columns
 from headrace.engines.model.base import Experience, StepConfig
 from headrace.engines.model.errors import ModelEngineError, StepRefused
+from headrace.engines.model.folder import beside
 from headrace.engines.model.fsdp2 import FSDP2Engine
 from headrace.engines.model.parity import compared
 
@@ -80,9 +81,11 @@ class TrainParams(StageParams):
 
 
 class PublishParams(_Params):
-    """Job ``publish``: sends the weights as a version to the rollout engines."""
+    """Job ``publish``: sends the weights as a version to the rollout engines, or keeps it in a store."""
 
     version: int
+    step: int | None = None
+    """Refused unless the trainer has trained so many iterations; None: whatever it holds, also the gate's probe."""
     transport: Transport
     address: str
     store: str = ""
@@ -123,12 +126,6 @@ class LoadParams(_Params):
     path: Path | None
 
 
-class ExportParams(_Params):
-    """Job ``export``: a plain Hugging Face folder."""
-
-    path: Path
-
-
 class Jobs:
     """Runs jobs on this rank."""
 
@@ -137,6 +134,8 @@ class Jobs:
         self._last: Manifest | None = None
         self._published: int | None = None
         """Version of the last publish."""
+        self._parent: int | None = None
+        """The version before that."""
         self._address = ""
         self._methods: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "logprobs": lambda params: self.logprobs(LogprobsParams(**params)).model_dump(mode="json"),
@@ -147,7 +146,6 @@ class Jobs:
             "reserve": lambda params: self.reserve(ReserveParams(**params)),
             "save": lambda params: self.save(SaveParams(**params)),
             "load": lambda params: self.load(LoadParams(**params)),
-            "export": lambda params: self.export(ExportParams(**params)),
         }
 
     def run(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -274,27 +272,37 @@ class Jobs:
         )
 
     def publish(self, params: PublishParams) -> dict[str, Any]:
-        """Sends the weights; the other ranks take part in gathering them."""
+        """Sends the weights; the other ranks take part in gathering them. Raises StepRefused, WeightError."""
         engine = self.engine
+        if params.step not in (None, engine.train_step):
+            raise StepRefused(
+                f"the trainer is at step {engine.train_step}, not {params.step}: version {params.version} was not "
+                "published"
+            )
         if not self._first:
             for _ in engine.named_tensors():
                 pass
             return {}
         began = time.perf_counter()
+        kept = params.transport == "store"
+        parent = self._parent if params.version == self._published else self._published
         manifest = publish(
             engine.named_tensors(),
             engine.metas(),
             train_step=engine.train_step or 0,
             wire_dtype=engine.spec.dtype,
-            parent=self._published,
+            parent=parent,
             device=str(engine.gang.device),
-            **params.model_dump(),
+            beside=beside(Path(engine.spec.model), engine.spec.dtype) if kept else None,
+            **params.model_dump(exclude={"step"}),
         )
-        self._published = manifest.version
+        self._published, self._parent = manifest.version, parent
         seconds = time.perf_counter() - began
         return {
             "version": manifest.version,
             "digest": manifest.digest,
+            "hashing": manifest.hashing,
+            "partition_bytes": partition_limit(params.transport, params.partition_bytes),
             "nbytes": manifest.plan.nbytes,
             "seconds": seconds,
         }
@@ -324,13 +332,6 @@ class Jobs:
         self._last = None
         cursor = self.engine.load(params.path)
         return {"train_step": self.engine.train_step, "cursor": cursor}
-
-    def export(self, params: ExportParams) -> dict[str, Any]:
-        """Returns where the folder is. Raises StepRefused for weights that are no step's."""
-        if self.engine.train_step is None:
-            raise StepRefused("the trainer holds no finished step's weights: nothing was exported")
-        self.engine.export(params.path)
-        return {"path": str(params.path)}
 
     def _lookup(self, store: Store, stage: str, params: StageParams) -> Manifest | None:
         """What the store has; rank 0 decides for all, as every rank has to take part or none."""

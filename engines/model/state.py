@@ -1,5 +1,4 @@
-"""Trainer state on disk: sharded, atomic, written in the background, readable by a gang of another size; and the export
-for other programs."""
+"""Trainer state on disk: sharded, atomic, written in the background, readable by a gang of another size."""
 
 import json
 import os
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict_loader as loader
 import torch.distributed.checkpoint.state_dict_saver as saver
-from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
 from headrace.engines.model.errors import BadState
@@ -30,10 +28,22 @@ _writer = ThreadPoolExecutor(1, thread_name_prefix="trainer-state")
 
 def save(engine: "FSDP2Engine", path: Path, cursor: int) -> None:
     """Copies the state and returns; threads write it into a temporary folder beside ``path``, put the marker in last,
-    and rename. ``settle`` waits for that; so does the next ``save`` or ``load``."""
+    and rename. ``settle`` waits for that; so does the next ``save`` or ``load``.
+
+    A complete state is never replaced, so there is no moment without one: saved again, it stays as it is. Raises
+    BadState where ``path`` holds another step's.
+    """
     settle(engine)
     temporary = path.with_name(f".{path.name}.tmp")
     first = engine.gang.rank == 0
+    there = json.loads((path / COMPLETE).read_text()) if first and (path / COMPLETE).is_file() else None
+    if engine.gang.agree(there is not None):
+        if there and (there["train_step"], there["last_key"]) != (engine.train_step, engine.last_key):
+            raise BadState(
+                f"{path} holds the state of step {there['train_step']} of another run already: nothing was saved. Give "
+                "another folder, or delete that one"
+            )
+        return
     if first:
         for stale in path.parent.glob(".*.tmp"):  # of trainers that were killed
             shutil.rmtree(stale, ignore_errors=True)
@@ -112,38 +122,21 @@ def _tensors(engine: "FSDP2Engine") -> dict[str, Any]:
     return {"model": parameters, "optimizer": moments, "random": torch.get_rng_state()}
 
 
-def export(engine: "FSDP2Engine", path: Path) -> None:
-    """Rank 0 writes safetensors in the compute dtype, the configuration, and the tokenizer's files as they were."""
-    first = engine.gang.rank == 0
-    gathered = {name: tensor.cpu().clone() for name, tensor in engine.named_tensors() if first}
-    if first:
-        temporary = path.with_name(f".{path.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for file in Path(engine.spec.model).iterdir():
-            if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".gguf")):
-                shutil.copyfile(file, temporary / file.name)
-        config = json.loads((temporary / "config.json").read_text())
-        config.pop("torch_dtype", None)
-        (temporary / "config.json").write_text(json.dumps(config | {"dtype": engine.spec.dtype}, indent=2))
-        save_torch_state_dict(gathered, temporary, metadata={"format": "pt"})
-        _place(temporary, path)
-    dist.barrier()
-
-
 def _place(temporary: Path, path: Path) -> None:
-    """Renames; what was at ``path`` before goes away afterwards."""
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    temporary.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    """One rename: at any moment the state is whole under its name, or not there."""
+    _sync(temporary)
+    if not (path / COMPLETE).is_file():
+        shutil.rmtree(path, ignore_errors=True)  # what is left of a deletion that was interrupted
+    temporary.rename(path)  # fails where there is a complete one
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
-    shutil.rmtree(old, ignore_errors=True)
+        os.close(descriptor)
 
 
 def _write_synced(path: Path, data: bytes) -> None:

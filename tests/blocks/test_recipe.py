@@ -160,3 +160,14 @@ def test_an_untouched_run_form_is_the_base():
     form = sent(schema, schema["$defs"]) | {"base": "quickstart"}
     assert form != {"base": "quickstart"}
     assert Recipe.model_validate(form) == Recipe.model_validate({"base": "quickstart"}).model_copy()
+
+
+def test_versions_are_kept_in_a_store_only():
+    recipe = Recipe.model_validate({"base": "quickstart", "weights": {"transport": "store", "keep": 3}})
+    assert Recipe.model_validate_json(recipe.model_dump_json()).weights.keep == 3
+    for weights, why in (
+        ({"transport": "store", "keep": 1}, "greater than or equal to 2"),
+        ({"keep": 3}, "keep has no effect under transport: auto; remove it, or choose transport: store"),
+    ):
+        with pytest.raises(ValidationError, match=why):
+            Recipe.model_validate({"base": "quickstart", "weights": weights})

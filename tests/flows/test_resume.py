@@ -51,6 +51,17 @@ def test_the_campaign_goes_on_by_itself(stack, tiny_recipe, what):
     _check(stack, f"without-{what}")
 
 
+def test_an_actor_that_dies_while_it_writes_its_state(stack, tiny_recipe):
+    following = stack.start("run", str(tiny_recipe), "--campaign", "half-saved")
+    states = stack.home / "store" / "half-saved" / "checkpoints"
+    stack.wait_for("half-saved", lambda _: (states / "step-000002").exists() and any(states.glob(".*.tmp")))
+    _kill(stack, "half-saved", "actor")
+    out, _ = following.communicate(timeout=240)
+    assert following.returncode == 0, out
+    _check(stack, "half-saved")
+    assert list(states.glob("step-*/COMPLETE"))
+
+
 @pytest.mark.parametrize("stage", ["start engines", "parity", "generate", "score", "train", "sync-weights", "report"])
 def test_the_same_command_continues_after_the_flow_was_killed(stack, tiny_recipe, stage):
     campaign = f"killed-in-{stage.replace(' ', '-')}"

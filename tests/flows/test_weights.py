@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.tasks.retention import versions
+
 pytestmark = pytest.mark.slow
 
 WAYS = ["store", "tcp", "gloo", "tcp delta", "shm delta", "nixl"]
@@ -32,3 +34,5 @@ def test_the_same_model_comes_out(way: str, stack, tiny_recipe, by_shm: str) -> 
     transport, _, delta = way.partition(" ")
     settings = ["iterations=3", f"weights.transport={transport}", f"weights.delta={str(bool(delta)).lower()}"]
     assert _run(stack, tiny_recipe, way.replace(" ", "-"), *settings) == by_shm
+    kept = versions(stack.store(way.replace(" ", "-"))).complete()
+    assert kept == ([1, 2, 3] if way == "store" else [3])  # 3 is pinned, and so does not count

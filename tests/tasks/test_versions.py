@@ -6,7 +6,7 @@ import pytest
 
 from headrace.blocks.manifest import Manifest
 from headrace.engines.experience.store import Store
-from headrace.tasks.recovery import SyncMismatch, expired, record_version, version_path
+from headrace.tasks.recovery import SyncMismatch, record_version, version_path
 
 MOVED = {"updates/done": 1.0, "lr": 1e-5, "grad_norm": 0.3}
 
@@ -15,30 +15,23 @@ def trained(**metrics: float) -> Manifest:
     return Manifest(stage="train", step=0, key="k", metrics=MOVED | metrics)
 
 
+def published(digest: str) -> dict[str, object]:
+    return {"digest": digest, "hashing": "xxh3", "partition_bytes": 1 << 20}
+
+
 def test_the_base_instead_of_the_trained_weights_is_seen(tmp_path) -> None:
     store = Store(str(tmp_path))
-    record_version(store, 0, "aa", None)
+    record_version(store, 0, published("aa"), None)
     with pytest.raises(SyncMismatch, match="version 1 has the same bits as version 0"):
-        record_version(store, 1, "aa", trained())
+        record_version(store, 1, published("aa"), trained())
     assert not store.exists(version_path(1))
-    record_version(store, 1, "bb", trained())
-    record_version(store, 1, "bb", trained())  # another engine gets the same version
-    assert json.loads(store.get(version_path(1))) == {"version": 1, "digest": "bb", "trained": "k"}
+    record_version(store, 1, published("bb"), trained())
+    record_version(store, 1, published("bb"), trained())  # another engine gets the same version
+    assert json.loads(store.get(version_path(1))) == {"version": 1, **published("bb"), "trained": "k"}
 
 
 @pytest.mark.parametrize("still", ["updates/done", "lr", "grad_norm"])
 def test_weights_that_did_not_move_may_stay_the_same(still: str, tmp_path) -> None:
     store = Store(str(tmp_path))
-    record_version(store, 0, "aa", None)
-    record_version(store, 1, "aa", trained(**{still: 0.0}))
-
-
-def test_the_last_checkpoints_and_pinned_ones_stay(tmp_path) -> None:
-    for step in (2, 4, 6, 8, 10):
-        (tmp_path / f"checkpoints/step-{step:06d}").mkdir(parents=True)
-        if step != 10:  # still being written
-            (tmp_path / f"checkpoints/step-{step:06d}/COMPLETE").touch()
-    (tmp_path / "checkpoints/step-000004/PINNED").touch()
-    assert [path.name for path in expired(tmp_path, 1)] == ["step-000002", "step-000006"]
-    assert [path.name for path in expired(tmp_path, 2)] == ["step-000002"]
-    assert expired(tmp_path, 3) == []
+    record_version(store, 0, published("aa"), None)
+    record_version(store, 1, published("aa"), trained(**{still: 0.0}))

@@ -1,10 +1,11 @@
 """Weights through the store: kept versions on disk and on S3, damaged in every way, read by any reader."""
 
+import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from headrace.blocks.weights import WeightManifest, WeightSource
-from headrace.engines.checkpoint import WeightError, publish, pull
+from headrace.engines.checkpoint import WeightError, kept, publish, pull
+from headrace.engines.checkpoint.layout import files_of
 from headrace.engines.experience.files import Files
+from tests.engines.checkpoint.conftest import Start
 
 FOLDER = "weights/000003"
 
@@ -54,65 +57,82 @@ def test_a_wire_dtype_of_float32_keeps_float32(tmp_path: Path, model: dict[str, 
     assert torch.equal(fetch(files)[1]["embed.weight"], model["embed.weight"])
 
 
-def test_a_plain_loop_with_safetensors_reads_it(tmp_path: Path, model: dict[str, Tensor], on_the_wire) -> None:
-    keep(Files(str(tmp_path)), model)
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file takes as much as three partitions, unless one tensor is larger."""
+    monkeypatch.setattr(kept, "FILE_BYTES", 3 * 4096)
+
+
+def test_it_is_a_hugging_face_folder(tmp_path: Path, model: dict[str, Tensor], on_the_wire, small_files) -> None:
+    manifest = keep(Files(str(tmp_path)), model, beside={"config.json": b"{}", "tokenizer.json": b"[]"})
     folder = tmp_path / FOLDER
-    whole: dict[str, Tensor] = {}
-    pieces: dict[str, list[Tensor]] = {}
-    for path in sorted(folder.glob("part-*.safetensors")):
-        for name, tensor in safetensors.torch.load_file(path).items():
-            base, at, _ = name.partition("@")
-            if at:
-                pieces.setdefault(base, []).append(tensor)
-            else:
-                whole[name] = tensor
-    shapes = {
-        piece["name"]: (piece["dtype"], piece["shape"])
-        for part in json.loads((folder / "manifest.json").read_text())["plan"]["partitions"]
-        for piece in part["slices"]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": manifest.plan.nbytes}
+    names = sorted(set(index["weight_map"].values()))
+    assert len(names) == len(manifest.files) > 3
+    assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+    others = {"model.safetensors.index.json", "config.json", "tokenizer.json", "manifest.json"}
+    assert {path.name for path in folder.iterdir()} == others | set(names)
+    found = {file: safetensors.torch.load_file(folder / file) for file in names}
+    assert {name: found[file][name].dtype for name, file in index["weight_map"].items()} == {
+        name: tensor.dtype for name, tensor in on_the_wire.items()
     }
-    assert pieces
-    for name, parts in pieces.items():
-        dtype, shape = shapes[name]
-        whole[name] = torch.cat(parts).view(getattr(torch, dtype)).reshape(shape)
-    assert whole.keys() == on_the_wire.keys()
-    assert all(torch.equal(whole[name], t) for name, t in on_the_wire.items())
+    assert all(torch.equal(found[file][name], on_the_wire[name]) for name, file in index["weight_map"].items())
+    assert sum(map(len, found.values())) == len(on_the_wire)
+    spanning = [part for part in manifest.plan.partitions if part.slices[0].start]
+    assert spanning, "one tensor is larger than a partition"
 
 
-def damaged(files: Files, index: int, data: bytes) -> None:
-    files.put(part(index), data)
+def test_files_of_every_layout_are_read_by_name(model: dict[str, Tensor], on_the_wire, tmp_path: Path) -> None:
+    """Odd sizes and every order of dtypes, so that a tensor would be out of alignment in a file of many."""
+    metas = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in on_the_wire.items()]
+    values = {name: tensor for name, tensor in on_the_wire.items()}
+    for seed in range(3):
+        order = torch.randperm(len(metas), generator=torch.Generator().manual_seed(seed)).tolist()
+        shuffled = {metas[i][0]: values[metas[i][0]] for i in order}
+        for partition_bytes in (64, 1000, 1 << 20):
+            files = Files(str(tmp_path / f"{seed}-{partition_bytes}"))
+            manifest = keep(files, shuffled, partition_bytes=partition_bytes)
+            got: dict[str, Tensor] = {}
+            for path in (tmp_path / f"{seed}-{partition_bytes}" / FOLDER).glob("*.safetensors"):
+                got |= safetensors.torch.load_file(path)
+            assert got.keys() == values.keys() and all(torch.equal(got[name], t) for name, t in values.items())
+            assert fetch(files)[0].digest == manifest.digest
 
 
-def part(index: int) -> str:
-    return f"{FOLDER}/part-{index:05d}.safetensors"
-
-
-def test_spoiled_partitions_are_refused_by_name(files: Files, model: dict[str, Tensor]) -> None:
-    keep(files, model)
-    seven, eight = files.get(part(7)), files.get(part(8))
+def test_spoiled_partitions_are_refused_by_name(files: Files, model: dict[str, Tensor], small_files) -> None:
+    plan, counts = (manifest := keep(files, model)).plan, manifest.files
+    second, third = (file.name for file in files_of(plan, counts)[1:3])
+    first, last = counts[0], counts[0] + counts[1] - 1
+    good, other = (files.get(f"{FOLDER}/{name}") for name in (second, third))
     stale = Files(files.url + "/old")
     keep(stale, {name: t + 1 if t.is_floating_point() else t for name, t in model.items()})
-    for spoiled, why in (
-        (seven[:-1] + bytes([seven[-1] ^ 1]), "another hash than its manifest"),
-        (seven[:-1], "bytes, not"),
-        (b"", "has 0 bytes, not"),
-        (eight, "bytes, not|another header than its plan|another hash"),
-        (stale.get(part(7)), "another hash than its manifest"),
-        (seven[:9] + b"#" + seven[10:], "another header than its plan"),
+    header = int.from_bytes(good[:8], "little") + 8
+    for spoiled, at, why in (
+        (good[:-1] + bytes([good[-1] ^ 1]), last, "another hash than its manifest"),
+        (good[:header] + bytes([good[header] ^ 1]) + good[header + 1 :], first, "another hash than its manifest"),
+        (good[:-1], first, "bytes, not"),
+        (good + b"0", first, "bytes, not"),
+        (b"", first, "has 0 bytes, not"),
+        (other, first, "bytes, not|another header than its plan|another hash"),
+        (stale.get(f"{FOLDER}/{second}"), first, "another hash than its manifest"),
+        (good[:9] + b"#" + good[10:], first, "another header than its plan"),
     ):
-        damaged(files, 7, spoiled)
-        with pytest.raises(WeightError, match=rf"weight version 3, rank 1, partition 7: .*{part(7)} .*({why})"):
+        files.put(f"{FOLDER}/{second}", spoiled)
+        with pytest.raises(WeightError, match=rf"weight version 3, rank 1, partition {at}: .*{second} .*({why})"):
             fetch(files)
-    damaged(files, 7, seven)
+    files.put(f"{FOLDER}/{second}", good)
     fetch(files)
 
 
-def test_a_missing_partition_is_named(tmp_path: Path, model: dict[str, Tensor]) -> None:
+def test_a_missing_file_is_named_and_a_retry_brings_it_back(tmp_path: Path, model: dict[str, Tensor]) -> None:
     files = Files(str(tmp_path))
-    keep(files, model)
-    os.unlink(files.locate(part(9)))
-    with pytest.raises(WeightError, match=rf"partition 9: cannot read .*{part(9)}: it does not exist"):
+    manifest = keep(files, model)
+    first = files_of(manifest.plan, manifest.files)[0].name
+    os.unlink(files.locate(f"{FOLDER}/{first}"))
+    with pytest.raises(WeightError, match=rf"partition 0: cannot read .*/{first}: it does not exist"):
         fetch(files)
+    assert keep(files, model) == manifest and fetch(files)[0].digest == manifest.digest
 
 
 def test_an_uncommitted_or_damaged_manifest_is_refused(files: Files, model: dict[str, Tensor]) -> None:
@@ -126,6 +146,8 @@ def test_an_uncommitted_or_damaged_manifest_is_refused(files: Files, model: dict
     for update, why in (
         ({"digest": "0" * 32}, "contradicts itself"),
         ({"hashes": manifest.hashes[:-1]}, "contradicts itself"),
+        ({"files": [*manifest.files, 1]}, "contradicts itself"),
+        ({"files": []}, "contradicts itself"),
         ({"version": 4}, "holds version 4"),
         ({"plan": manifest.plan.model_copy(update={"partitions": manifest.plan.partitions[1:]})}, "do not add up"),
     ):
@@ -152,28 +174,54 @@ def test_nothing_to_publish_and_unknown_dtypes_are_refused(tmp_path: Path) -> No
         keep(files, {"z": torch.zeros(2, dtype=torch.complex64)})
 
 
-KILLED = """
-import os, signal, sys, torch
-from headrace.engines.checkpoint import publish
-def tensors():
-    for i in range(8):
-        if i == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield f"t{i}", torch.full((1024,), float(i))
-publish(tensors(), [(f"t{i}", "float32", [1024]) for i in range(8)], version=3, train_step=3, transport="store",
-        address="weights/000003", store=sys.argv[1], partition_bytes=2048)
-"""
+def read_plainly(folder: Path) -> set[float]:
+    """The values in a folder, as a program that knows nothing of manifests reads it."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensors = [safetensors.torch.load_file(folder / name) for name in set(index["weight_map"].values())]
+    return {value for part in tensors for tensor in part.values() for value in tensor.float().unique().tolist()}
 
 
-def test_a_publisher_killed_in_the_middle_commits_nothing_and_a_retry_does(tmp_path: Path) -> None:
-    files = Files(str(tmp_path))
-    ran = subprocess.run([sys.executable, "-c", KILLED, tmp_path], timeout=60)
-    assert ran.returncode == -signal.SIGKILL
-    assert files.paths(FOLDER)
-    with pytest.raises(WeightError, match="has no manifest"):
-        fetch(files)
-    model = {f"t{i}": torch.full((1024,), float(i)) for i in range(8)}
-    assert keep(files, model, partition_bytes=2048).digest == fetch(files)[0].digest
+def test_a_publisher_killed_at_any_step_leaves_nothing_that_looks_whole(start: Start, tmp_path: Path) -> None:
+    """One is killed before its first change of the disk, the next before its second, …; each has other weights."""
+    files, folder = Files(str(tmp_path)), tmp_path / "weights/v000003"
+    assert start("keeper.py", store=files.url, version=2, value=-1, kill_at=-1).says() == "done"
+    before = {path.name: path.read_bytes() for path in (tmp_path / "weights/v000002").iterdir()}
+    for attempt in itertools.count():
+        with suppress(EOFError):
+            start("keeper.py", store=files.url, version=3, value=attempt, kill_at=attempt).says()
+        if (folder / "manifest.json").exists():
+            break
+        if (folder / "config.json").exists():
+            assert read_plainly(folder) == {attempt}
+        with pytest.raises(WeightError, match="has no manifest"):
+            pull(WeightSource(version=3, transport="store", address="weights/v000003", store=files.url), print)
+    assert attempt > 15, "killed at as many steps"
+    assert read_plainly(folder) == {attempt}
+    source = WeightSource(version=3, transport="store", address="weights/v000003", store=files.url)
+    got: dict[str, Tensor] = {}
+    pull(source, lambda name, tensor: got.update({name: tensor.clone()}))
+    assert len(got) == 8 and all(torch.equal(t, torch.full_like(t, attempt)) for t in got.values())
+    assert {path.name: path.read_bytes() for path in (tmp_path / "weights/v000002").iterdir()} == before
+
+
+def test_a_publisher_killed_while_it_writes_to_s3_commits_nothing_and_the_next_one_does(
+    start: Start, s3_bucket: str, tmp_path: Path
+) -> None:
+    files = Files(f"{s3_bucket}/{tmp_path.name}")
+    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    keeper = {"env": env, "store": files.url, "version": 3, "kill_at": -1}
+    source = WeightSource(version=3, transport="store", address="weights/v000003", store=files.url)
+    for number, tensor in enumerate(("t1", "t4", "t7")):
+        with pytest.raises(EOFError):
+            start("keeper.py", **keeper, value=number, kill_at_tensor=tensor).says()
+        assert not files.exists("weights/v000003/config.json")
+        with pytest.raises(WeightError, match="has no manifest"):
+            pull(source, print)
+    assert files.paths("weights/v000003"), "the last one had written some files"
+    assert start("keeper.py", **keeper, value=5).says() == "done"
+    got: dict[str, Tensor] = {}
+    pull(source, lambda name, tensor: got.update({name: tensor.clone()}))
+    assert len(got) == 8 and all(torch.equal(t, torch.full_like(t, 5)) for t in got.values())
 
 
 DISK_FULL = """

@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -255,3 +256,20 @@ def test_torch_is_not_imported() -> None:
 def test_a_part_names_no_file_outside(store: Store) -> None:
     with pytest.raises(StoreError, match="no path below"):
         store.read_table(Part(path="../a.arrow", rows=0, nbytes=0, digest=""))
+
+
+def test_a_long_file_goes_up_in_pieces_and_an_abandoned_one_leaves_nothing(s3_bucket: str, tmp_path: Path) -> None:
+    store = Store(f"{s3_bucket}/{tmp_path.name}")
+    block = bytes(range(256)) * (1 << 15)  # 8 MB
+    with store.writing("whole") as sink:
+        for _ in range(5):
+            sink.write(block)
+    assert store.size("whole") == 5 * len(block) and store.get("whole", 10, 300) == block[10:300]
+    assert store.get("whole") == 5 * block
+    with pytest.raises(KeyError), store.writing("abandoned") as sink:
+        for _ in range(3):
+            sink.write(block)
+        raise KeyError
+    assert not store.exists("abandoned")
+    s3: Any = store.fs
+    assert not s3.list_multipart_uploads(s3_bucket.removeprefix("s3://"))

@@ -9,6 +9,7 @@ from headrace.blocks.recipe import Optim
 from headrace.engines.model.base import StepConfig
 from headrace.engines.model.fsdp2 import FSDP2Engine
 from headrace.engines.model.gang import join
+from headrace.engines.model.jobs import Jobs
 from headrace.engines.model.spec import EngineSpec
 from tests.engines.model.experience import random_experience, random_samples
 
@@ -21,6 +22,7 @@ def main() -> None:
     gang = join(spec.device, 1, 120)
     engine = FSDP2Engine(spec, gang)
     config = StepConfig(Algorithm.model_validate({}), Optim.model_validate(OPTIM), total_steps=8)
+    jobs = Jobs(engine)
     results: list[object] = []
     for action, argument in job["actions"]:
         if action == "train":
@@ -35,7 +37,8 @@ def main() -> None:
         elif action == "load":
             results.append(engine.load(Path(argument)))
         else:
-            engine.export(Path(argument))
+            params = {"version": 1, "transport": "store", "store": str(Path(argument).parent), "deadline_s": 60}
+            jobs.run("publish", params | {"address": Path(argument).name, "step": engine.train_step})
     engine.settle()
     if gang.rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))

@@ -79,27 +79,6 @@ def test_state_of_another_model_is_refused(make_model, tiny_model: Path, tmp_pat
     assert engine.train_step == 0
 
 
-def test_saving_again_replaces_the_folder(tiny_model: Path, tmp_path: Path, gang: Gang) -> None:
-    engine = FSDP2Engine(EngineSpec(model=str(tiny_model)), gang)
-    engine.save(tmp_path / "state", 1)
-    engine.save(tmp_path / "state", 2)
-    assert engine.load(tmp_path / "state") == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["state"]
-
-
-def test_state_that_cannot_be_written_is_told_and_leaves_the_last_one(tiny_model: Path, tmp_path: Path, gang) -> None:
-    engine = FSDP2Engine(EngineSpec(model=str(tiny_model)), gang)
-    engine.save(tmp_path / "state", 1)
-    engine.settle()
-    (tmp_path / ".state.old").touch()  # in the way of the rename, which comes last
-    (tmp_path / ".killed.tmp").mkdir()
-    engine.save(tmp_path / "state", 2)
-    assert not (tmp_path / ".killed.tmp").exists()
-    with pytest.raises(BadState, match="could not be saved; what was saved before is untouched"):
-        engine.settle()
-    assert engine.load(tmp_path / "state") == 1
-
-
 def test_the_export_is_a_plain_hugging_face_folder(run_gang: RunGang, tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
     logprobs = run_gang([("train", 0), ("logprobs", 9), ("export", str(out))], model=str(tiny_model), **FLOAT32)[-1]

@@ -13,6 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from headrace.blocks.lease import Lease
 from headrace.blocks.manifest import Manifest
@@ -170,11 +172,12 @@ def iteration(engine: Engine, key: str = "a") -> tuple[dict[str, Any], Manifest]
     return train, engine.stage("train", key, **train)
 
 
-def publish(engine: Engine, version: int, quantization: str | None = None) -> str:
+def publish(engine: Engine, version: int, step: int | None = None, quantization: str | None = None) -> str:
     address = f"weights/v{version:06d}"
     sent = engine.call(
         "publish",
         version=version,
+        step=step,
         transport="store",
         address=address,
         store=engine.store.url,
@@ -213,9 +216,13 @@ def test_an_iteration_over_the_wire(start: StartEngine, tmp_path: Path, ranks: i
     assert publish(engine, 3) == after, "the same step on the same bytes gives the same bits"
     assert engine.call("load", path=str(tmp_path / "state")) == {"train_step": 1, "cursor": 3}
     assert publish(engine, 4) == after
-    assert publish(engine, 5, "fp8") != after
-    engine.call("export", path=str(tmp_path / "model"))
-    assert (tmp_path / "model" / "model.safetensors").is_file()
+    with pytest.raises(JobFailed, match=r"StepRefused: .*at step 1, not 2: version 5 was not published"):
+        publish(engine, 5, step=2)
+    assert publish(engine, 5, step=1) == after
+    found = AutoModelForCausalLM.from_pretrained(engine.store.locate("weights/v000005")).state_dict()
+    kept = load_file(engine.store.locate("weights/v000005/model.safetensors"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in kept.items())
+    assert publish(engine, 6, quantization="fp8") != after
     assert engine.shutdown() == 0, engine.child.tail()
 
 

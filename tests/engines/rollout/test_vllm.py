@@ -23,6 +23,7 @@ from headrace.blocks.weights import Adapter, WeightManifest, WeightSource
 from headrace.engines.checkpoint import WeightError, publish
 from headrace.engines.checkpoint.adapter import digest_of
 from headrace.engines.guard import descendants
+from headrace.engines.model.folder import beside
 from headrace.engines.rollout.base import START_VERSION, Completion, Request, Sampling
 from headrace.engines.rollout.counter import sample_seed
 from headrace.engines.rollout.errors import EngineDied, ModelDoesNotFit, NotServing, RequestTooLong
@@ -82,6 +83,21 @@ async def test_logprobs_are_those_of_transformers(engine: VLLMEngine, models: tu
                 assert not set(c.token_ids[:-1]) & set(STOPS)
             distinct = {tuple(c.token_ids) for c in completions}
             assert len(distinct) == (len(completions) if temperature else 1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+async def test_a_kept_version_is_a_model_folder(make_model, tmp_path: Path, monkeypatch, tied: bool):
+    """vLLM started on a version of several files answers with its weights."""
+    start, trained = (make_model(head_dim=32, seed=seed, tie_word_embeddings=tied) for seed in (0, 7))
+    monkeypatch.setattr("headrace.engines.checkpoint.kept.FILE_BYTES", 1 << 17)
+    where = {"transport": "store", "address": "weights/v000001", "store": str(tmp_path)}
+    manifest = send(trained, 1, beside=beside(start, "float32"), **where)
+    assert len(manifest.files) > 3
+    engine = await VLLMEngine.start(spec(tmp_path / "weights/v000001"), tmp_path)
+    try:
+        compare(await collect(engine, requests()), trained, 1.0, START_VERSION)
+    finally:
+        await engine.close()
 
 
 @pytest.fixture
