@@ -3,8 +3,8 @@
 A trainer's model in this process, and two vLLM behind our host on the same GPU, one for each form of the weights. In
 turns, every time with other weights: bytes, and the pause of the engine. After each update the log-probabilities of
 what is sampled are compared with transformers: for FP8 with the weights that were sent, dequantised, and activations
-rounded as vLLM rounds them; and, as a control, with those of the version before. Then the parameters that vLLM serves
-are compared, bit for bit, with what was sent, and with what vLLM makes of the same folder when it quantises it itself.
+rounded as vLLM rounds them; and, as a control, with those of the version before. The parameters that vLLM serves after
+the first are compared, bit for bit, with what was sent, and with what vLLM makes of the folder when it quantises it.
 HEADRACE_VLLM_PYTHON names vLLM's interpreter; the model is a random one (``benchmarks.random_model``), because its
 weights are changed.
 """
@@ -289,13 +289,14 @@ async def run(model: Path, rounds: int) -> bool:
                     await side.update(tensors)
                     if number:
                         met &= compare(trainer, before, await side.sample(), name == "fp8")
+                if not number:  # these are still the folder's weights
+                    met &= await asyncio.to_thread(compare_bits, model, python, Path(scratch))
                 change(trainer, before)
         finally:
             for side in sides.values():
                 await side.close()
         for name, side in sides.items():
             print(f"{name:10} {statistics.median(side.pauses[2:]):8.1f} ms from pause to resume, median of {rounds}")
-        met &= compare_bits(model, python, Path(scratch))
     print(f"bounds met: {met}")
     return met
 

@@ -30,10 +30,11 @@ def to_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     for first in range(0, len(scales), step):
         strip = weight[first * BLOCK : (first + step) * BLOCK].to(torch.bfloat16)
         count = len(strip)
-        strip = pad(strip, (0, -columns % BLOCK, 0, -count % BLOCK)).contiguous()
-        blocks = strip.view(-1, BLOCK, scales.shape[1], BLOCK)
+        if columns % BLOCK or count % BLOCK:
+            strip = pad(strip, (0, -columns % BLOCK, 0, -count % BLOCK))
+        blocks = strip.reshape(-1, BLOCK, scales.shape[1], BLOCK)
         scale = blocks.abs().amax(dim=(1, 3), keepdim=True).float().clamp(min=_LEAST) / LARGEST
-        values = (blocks * (1.0 / scale)).to(DTYPE).view(strip.shape)
+        values = (blocks * (1.0 / scale)).to(DTYPE).reshape(strip.shape)
         made[first * BLOCK : first * BLOCK + count] = values[:count, :columns]
         scales[first : first + step] = scale[:, 0, :, 0]
     return made, scales
