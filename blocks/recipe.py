@@ -328,6 +328,11 @@ class Recipe(Strict):
                 problems.append("rollout.backend.quantization: fp8 needs GPUs: set roles.rollout.gpus, or remove it")
             if self.model.dtype != "bfloat16":
                 problems.append("rollout.backend.quantization: fp8 is made from model.dtype: bfloat16 only")
+            if self.weights.transport == "store":
+                problems.append(
+                    "rollout.backend.quantization: fp8 is not for weights.transport: store, which keeps versions as "
+                    "folders of the model's dtype; choose auto"
+                )
         if isinstance(backend, SGLangRollout | TensorRTLLMRollout) and not self.roles.rollout.gpus:
             problems.append(f"rollout.backend {backend.kind} needs GPUs: set roles.rollout.gpus, or take vllm")
         if problems:

@@ -184,7 +184,7 @@ def record_version(
 ) -> None:
     """Keeps the digest of a version that is served, and what it depends on, beside the train stage that made it.
 
-    published: what the publish job gave: digest, hashing, partition_bytes.
+    published: what the publish job gave: digest, hashing, partition_bytes, quantization.
 
     Raises SyncMismatch when the version has the bits of the one before although its train stage moved the weights: the
     trainer then published something else than what it trained.
@@ -197,6 +197,6 @@ def record_version(
             f"between them stepped the optimizer: what was published is not what was trained, or the learning rate is "
             f"too small for the weights' dtype. Look at the actor's log; raise train.optim.lr"
         )
-    layout = {name: published[name] for name in ("hashing", "partition_bytes")}
+    layout = {name: published[name] for name in ("hashing", "partition_bytes", "quantization")}
     made = {"version": version, "digest": digest, **layout, "trained": trained.key if trained else ""}
     store.put(version_path(version, folder), json.dumps(made).encode())

@@ -302,6 +302,7 @@ class Jobs:
             "version": manifest.version,
             "digest": manifest.digest,
             "hashing": manifest.hashing,
+            "quantization": params.quantization,
             "partition_bytes": partition_limit(params.transport, params.partition_bytes),
             "nbytes": manifest.plan.nbytes,
             "seconds": seconds,

@@ -91,6 +91,8 @@ def test_fp8_is_for_vllm_on_gpus_and_bfloat16():
         Recipe.model_validate(
             {**base, "model": {"dtype": "float32"}, "rollout": {"backend": fp8}, "roles": gpus},
         )
+    with pytest.raises(ValidationError, match=r"not for weights\.transport: store"):
+        Recipe.model_validate({**base, "rollout": {"backend": fp8}, "roles": gpus, "weights": {"transport": "store"}})
     with pytest.raises(ValidationError, match="quantization"):
         Recipe.model_validate({**base, "rollout": {"backend": {"kind": "sglang", "quantization": "fp8"}}})
 

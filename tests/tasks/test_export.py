@@ -53,7 +53,7 @@ def served(folder: Path, value: float, **changes: Any) -> str:
     manifest = Actor(value).publish(
         7, version=7, transport="store", address="w", store=f"{folder}/sent", partition_bytes=1000
     )
-    facts = {"digest": manifest.digest, "hashing": "xxh3", "partition_bytes": 1000} | changes
+    facts = {"digest": manifest.digest, "hashing": "xxh3", "partition_bytes": 1000, "quantization": None} | changes
     record_version(Store(f"{folder}/store"), 7, facts, None)
     return manifest.digest
 
@@ -86,6 +86,7 @@ def test_other_weights_than_those_that_are_served_are_refused(tmp_path: Path) ->
     assert not (tmp_path / "weights/v000007/PINNED").exists()
 
 
-def test_a_digest_of_other_hashes_is_not_compared(tmp_path: Path) -> None:
-    served(tmp_path, 1.0, hashing="sums", digest="of a GPU")
+@pytest.mark.parametrize("changes", [{"hashing": "sums"}, {"quantization": "fp8"}])
+def test_a_digest_of_other_hashes_or_bytes_is_not_compared(tmp_path: Path, changes: dict[str, str]) -> None:
+    served(tmp_path, 1.0, digest="of a GPU", **changes)
     assert (run(Actor(1.0), tmp_path) / "PINNED").exists()

@@ -16,7 +16,7 @@ def trained(**metrics: float) -> Manifest:
 
 
 def published(digest: str) -> dict[str, object]:
-    return {"digest": digest, "hashing": "xxh3", "partition_bytes": 1 << 20}
+    return {"digest": digest, "hashing": "xxh3", "partition_bytes": 1 << 20, "quantization": None}
 
 
 def test_the_base_instead_of_the_trained_weights_is_seen(tmp_path) -> None:
