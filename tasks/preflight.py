@@ -13,6 +13,8 @@ from prefect.exceptions import ObjectNotFound
 from headrace.blocks.home import home, model_folder
 from headrace.blocks.recipe import Recipe
 from headrace.engines import data
+from headrace.engines.folder import parameter_shapes
+from headrace.engines.lora import target_modules
 
 FREE_BYTES_PER_PARAMETER_BYTE = 8
 """A checkpoint holds float32 weights and two moments; two of them may exist for a moment, beside the exported model."""
@@ -73,6 +75,11 @@ def _model_problems(recipe: Recipe) -> list[str]:
         problems.append(
             f"model.path: the tokenizer of {folder} has no chat template: put one into chat_template.jinja there"
         )
+    if recipe.model.lora is not None and not problems:
+        try:
+            target_modules(parameter_shapes(folder), recipe.model.lora)
+        except ValueError as error:
+            problems.append(str(error))
     return problems
 
 

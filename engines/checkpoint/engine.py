@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from headrace.blocks.weights import Served, Transport, WeightManifest, WeightSource
+from headrace.blocks.weights import Adapter, Served, Transport, WeightManifest, WeightSource
 from headrace.engines.checkpoint.carriers.base import unusable
 from headrace.engines.checkpoint.carriers.names import ON_GPU, SLOTS
 from headrace.engines.checkpoint.errors import WeightError
@@ -35,6 +35,7 @@ def publish(
     wire_dtype: str = "bfloat16",
     parent: int | None = None,
     delta: bool = False,
+    adapter: Adapter | None = None,
     device: str = "cpu",
     deadline_s: float = 60.0,
 ) -> WeightManifest:
@@ -46,7 +47,8 @@ def publish(
     came when the deadline ends, and drop one that dies or is silent for ``deadline_s`` (gloo, nccl: losing one ends the
     publish). Two partitions of memory stay with the process for the next version (``release`` gives them back).
     parent: the version before this one. delta: keep this version in host memory, and send only what changed since the
-    one that is kept to receivers that all have it. device: where the weights are; nixl's slots are there.
+    one that is kept to receivers that all have it. adapter: what the tensors are when they are no whole model.
+    device: where the weights are; nixl's slots are there.
     deadline_s: the longest that one wait may take, in seconds. The iterator is always read to its end, so that other
     ranks which take part in its gathers are never left in one.
 
@@ -56,7 +58,8 @@ def publish(
     """
     try:
         limit = partition_bytes if transport == "store" else 2 * partition_bytes // SLOTS
-        plan = planned(tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas), wire_dtype, limit)
+        named = tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas)
+        plan = planned(named, wire_dtype, limit, adapter)
         if not plan.partitions:
             raise WeightError("there is no tensor to publish", version=version)
         release = Release(plan, version, train_step, parent, f"{socket.gethostname()}:{os.getpid()}")
@@ -93,6 +96,7 @@ def pull(
     *,
     deadline_s: float = 60.0,
     expect: Expect | None = None,
+    adapter: Adapter | None = None,
     rank: int = 0,
     device: str = "cpu",
     settle: Settle | None = None,
@@ -106,8 +110,8 @@ def pull(
     place: name → the tensor's own memory (contiguous, wire dtype, whole), where it has one that is used as it is: then
     the bytes go there at once, without the sink, also of a tensor that spans partitions.
     deadline_s: the longest that one wait may take, in seconds; a receiver may come before its publisher.
-    expect: name → (dtype, shape); anything else is refused before the first byte. rank: names this receiver in errors.
-    device: where this engine's weights are.
+    expect: name → (dtype, shape), and adapter: what they are when they are no whole model; anything else is refused
+    before the first byte. rank: names this receiver in errors. device: where this engine's weights are.
 
     Memory: slots as the publisher's, and one tensor when that spans partitions; with ``source.delta`` one copy of the
     version more. Raises WeightError; what was loaded until then must not be served.
@@ -115,11 +119,12 @@ def pull(
     began = time.monotonic()
     try:
         if source.transport == "store":
-            digest, nbytes = pull_store(source, sink, deadline_s, expect, rank, settle, place)
+            digest, nbytes = pull_store(source, sink, deadline_s, expect, adapter, rank, settle, place)
             travelled = nbytes
         else:
             where = _slots_on(source.transport, device, source.version, rank)
-            digest, nbytes, travelled = pull_stream(source, sink, deadline_s, expect, rank, where, settle, place)
+            pulled = pull_stream(source, sink, deadline_s, expect, adapter, rank, where, settle, place)
+            digest, nbytes, travelled = pulled
     except StoreError as error:
         raise WeightError(str(error), version=source.version, rank=rank) from error
     seconds = time.monotonic() - began

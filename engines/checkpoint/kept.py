@@ -17,7 +17,7 @@ import xxhash
 from pydantic import ValidationError
 from torch import Tensor
 
-from headrace.blocks.weights import Partition, WeightManifest, WeightSource
+from headrace.blocks.weights import Adapter, Partition, WeightManifest, WeightSource
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Release
 from headrace.engines.checkpoint.load import Assembler, Expect, Place, Settle, Sink, check_expected, overlap
@@ -147,6 +147,7 @@ def pull_store(
     sink: Sink,
     deadline_s: float,
     expect: Expect | None,
+    adapter: Adapter | None,
     rank: int,
     settle: Settle | None,
     place: Place | None,
@@ -161,7 +162,7 @@ def pull_store(
             rank=rank,
             advice="publish the version again",
         )
-    check_expected(manifest.plan, expect)
+    check_expected(manifest.plan, expect, adapter)
     assembler = Assembler(sink, settle, place)
     hashes: list[str] = []
 

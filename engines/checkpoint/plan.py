@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from headrace.blocks.weights import Partition, Plan, TensorSlice
+from headrace.blocks.weights import Adapter, Partition, Plan, TensorSlice
 from headrace.engines.checkpoint.errors import WeightError
 
 PARTITION_BYTES = 16 << 20
@@ -44,8 +44,10 @@ def wire(dtype: torch.dtype, wire_dtype: str) -> torch.dtype:
     return dtype_named(wire_dtype) if cast else dtype
 
 
-def make_plan(metas: Iterable[Meta], partition_bytes: int = PARTITION_BYTES) -> Plan:
+def make_plan(metas: Iterable[Meta], partition_bytes: int = PARTITION_BYTES, adapter: Adapter | None = None) -> Plan:
     """Equal metas give an equal plan, on every machine. ``partition_bytes`` is rounded down to a multiple of 16.
+
+    adapter: what the tensors are when they are no whole model.
 
     Raises ValueError when it is below 16, WeightError when a name occurs twice.
     """
@@ -78,14 +80,20 @@ def make_plan(metas: Iterable[Meta], partition_bytes: int = PARTITION_BYTES) -> 
         partitions=[
             Partition(index=index, nbytes=sum(piece.nbytes for piece in slices), slices=slices)
             for index, slices in enumerate(partitions)
-        ]
+        ],
+        adapter=adapter,
     )
 
 
 @lru_cache(maxsize=4)
-def planned(metas: tuple[tuple[str, str, tuple[int, ...]], ...], wire_dtype: str, partition_bytes: int) -> Plan:
+def planned(
+    metas: tuple[tuple[str, str, tuple[int, ...]], ...],
+    wire_dtype: str,
+    partition_bytes: int,
+    adapter: Adapter | None = None,
+) -> Plan:
     """The plan of a model's metas on the wire; kept, because every version has the same. Raises as ``make_plan``."""
-    return make_plan(wire_metas(metas, wire_dtype), partition_bytes)
+    return make_plan(wire_metas(metas, wire_dtype), partition_bytes, adapter)
 
 
 @lru_cache(maxsize=4)

@@ -285,7 +285,8 @@ class Jobs:
             train_step=engine.train_step or 0,
             wire_dtype=engine.spec.dtype,
             parent=self._published,
-            device=str(engine.gang.device),
+            adapter=engine.adapter,
+            device="cpu" if engine.adapter else str(engine.gang.device),  # it is small, and rollout hosts have no GPU
             **params.model_dump(),
         )
         self._published = manifest.version

@@ -15,6 +15,8 @@ import torch.distributed.checkpoint.state_dict_saver as saver
 from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
+from headrace.blocks.weights import Adapter
+from headrace.engines.checkpoint.adapter import write_adapter
 from headrace.engines.model.errors import BadState
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def save(engine: "FSDP2Engine", path: Path, cursor: int) -> None:
         "last_key": engine.last_key,
         "kl_coefficient": engine.kl_coefficient,
         "cursor": cursor,
+        "adapter": engine.adapter and engine.adapter.model_dump(mode="json"),
         "parameters": {name: list(p.shape) for name, p in engine.trained().weights.parameters.items()},
     }
     group = engine.gang.saving
@@ -87,6 +90,10 @@ def load(engine: "FSDP2Engine", path: Path) -> int:
         raise BadState(f"{path} has format {facts['format']}; this version reads format {FORMAT}")
     if facts["parameters"] != {name: list(p.shape) for name, p in engine.trained().weights.parameters.items()}:
         raise BadState(f"{path} is the state of another model: its parameters are not those of {engine.spec.model}")
+    if facts.get("adapter") != (engine.adapter and engine.adapter.model_dump(mode="json")):
+        raise BadState(
+            f"{path} is the state of another LoRA adapter or base: {facts.get('adapter')}, not {engine.adapter}"
+        )
     engine.train_step = None
     tensors = _tensors(engine)
     loader.load(tensors, checkpoint_id=path)
@@ -113,10 +120,15 @@ def _tensors(engine: "FSDP2Engine") -> dict[str, Any]:
 
 
 def export(engine: "FSDP2Engine", path: Path) -> None:
-    """Rank 0 writes safetensors in the compute dtype, the configuration, and the tokenizer's files as they were."""
+    """Rank 0 writes safetensors in the compute dtype, the configuration, and the tokenizer's files as they were.
+
+    With LoRA: the adapter's folder, which names the base's.
+    """
     first = engine.gang.rank == 0
     gathered = {name: tensor.cpu().clone() for name, tensor in engine.named_tensors() if first}
-    if first:
+    if first and engine.adapter is not None:
+        _export_adapter(engine.adapter, gathered, engine.spec.model, path)
+    elif first:
         temporary = path.with_name(f".{path.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -129,6 +141,13 @@ def export(engine: "FSDP2Engine", path: Path) -> None:
         save_torch_state_dict(gathered, temporary, metadata={"format": "pt"})
         _place(temporary, path)
     dist.barrier()
+
+
+def _export_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], base: str, path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    write_adapter(temporary, adapter, tensors, base)
+    _place(temporary, path)
 
 
 def _place(temporary: Path, path: Path) -> None:

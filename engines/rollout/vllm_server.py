@@ -49,12 +49,17 @@ def flags(spec: RolloutSpec) -> list[str]:
         given += ["--gpu-memory-utilization", str(backend.gpu_memory_utilization)]
     if backend.kv_cache_memory_bytes:
         given += ["--kv-cache-memory-bytes", str(backend.kv_cache_memory_bytes)]
-    if backend.max_lora_rank:  # the next version is loaded beside the one in use
+    if spec.lora is not None:  # the next version is loaded beside the one in use
         given += ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "2"]
-        given += ["--max-lora-rank", str(backend.max_lora_rank)]
+        given += ["--max-lora-rank", str(max_lora_rank(spec.lora.rank))]
     if spec.head_dtype == "float32":
         given += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
     return given
+
+
+def max_lora_rank(rank: int) -> int:
+    """vLLM's kernels have room for powers of two from 8 on; smaller adapters use a part of it."""
+    return max(8, 1 << (rank - 1).bit_length())
 
 
 def step_graphs(largest: int) -> dict[str, object]:

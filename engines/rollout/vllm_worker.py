@@ -58,8 +58,6 @@ class HeadraceWorker:
             except Exception as error:  # vLLM's own, of a model that takes other weights than its folder says
                 traceback.print_exc()
                 return {"error": f"vLLM: {type(error).__name__}: {error}", "spoiled": loading.begun}
-        if worker.vllm_config.lora_config is not None:
-            worker.model_runner.reset_lora_state()
         self._copies = copies
         return {"served": served.model_dump()}
 
@@ -111,9 +109,7 @@ class _Loading:
 
     def finish(self, model_config: Any, version: int) -> None:
         """Raises WeightError when a parameter of the model was not loaded."""
-        # With LoRA adapters vLLM wraps layers; it finds what is theirs by the names that they had before.
-        missing = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
-        missing -= self._copies.loaded
+        missing = {name for name, _ in self._model.named_parameters()} - self._copies.loaded
         if model_config.hf_text_config.tie_word_embeddings:
             missing.discard("lm_head.weight")
         if missing:
