@@ -19,8 +19,8 @@ class Lora(Strict):
     """Inner size of the two matrices that are added to each layer."""
     alpha: int = Field(32, ge=1)
     """Their product is multiplied by alpha / rank."""
-    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """The layers that get an adapter, by the last part of their names (q_proj); all-linear = all but the output head."""
+    target_modules: list[str] | None = Field(None, min_length=1)
+    """Linear layers that get one, by the last part of their names (q_proj). Left out: all but the output head."""
 
 
 class ModelSpec(Strict):

@@ -1,6 +1,6 @@
 """LoRA adapters of a model folder: what trainer, rollout engines and campaign must agree on. Imports no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from headrace.blocks.recipe import Lora
@@ -17,7 +17,7 @@ def target_modules(shapes: Mapping[str, Sequence[int]], lora: Lora) -> tuple[str
     shapes: of the model's parameters. Raises ValueError for a name that no linear layer of the model has.
     """
     there = {_module(name).rpartition(".")[2] for name, shape in shapes.items() if len(shape) == 2} - {*NOT_ADAPTED}
-    asked = there if lora.target_modules == "all-linear" else set(lora.target_modules)
+    asked = there if lora.target_modules is None else set(lora.target_modules)
     if unknown := asked - there:
         raise ValueError(
             f"model.lora.target_modules: no linear layer is called {', '.join(sorted(unknown))}; "
@@ -32,14 +32,14 @@ def adapter_of(folder: Path, lora: Lora) -> Adapter:
     return Adapter(rank=lora.rank, alpha=lora.alpha, target_modules=targets, base=model_id(folder))
 
 
-def adapter_shapes(shapes: Mapping[str, Sequence[int]], adapter: Adapter) -> dict[str, list[int]]:
+def adapter_shapes(shapes: Mapping[str, Sequence[int]], rank: int, targets: Collection[str]) -> dict[str, list[int]]:
     """Name in PEFT's files → shape of every tensor of the adapter. shapes: of the base's parameters."""
     found: dict[str, list[int]] = {}
     for name, shape in shapes.items():
         module = _module(name)
-        if len(shape) == 2 and module.rpartition(".")[2] in adapter.target_modules:
-            found[f"base_model.model.{module}.lora_A.weight"] = [adapter.rank, shape[1]]
-            found[f"base_model.model.{module}.lora_B.weight"] = [shape[0], adapter.rank]
+        if len(shape) == 2 and module.rpartition(".")[2] in targets:
+            found[f"base_model.model.{module}.lora_A.weight"] = [rank, shape[1]]
+            found[f"base_model.model.{module}.lora_B.weight"] = [shape[0], rank]
     return found
 
 

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -18,8 +18,8 @@ class Weights(Protocol):
 
     module: Policy
     parameters: dict[str, nn.Parameter]
-    """Masters by the name that they are published under, tied ones once. Sharded: DTensors. Frozen parameters have none:
-    the module has them in the compute dtype."""
+    """Masters by the name that they are published under, tied ones once. Sharded: DTensors. Frozen parameters are not
+    among them: the module has those in the compute dtype."""
 
     def collect_gradients(self) -> None:
         """After each backward pass: adds its gradients to those of the masters."""

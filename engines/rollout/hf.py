@@ -12,7 +12,7 @@ import torch
 from headrace import __version__
 from headrace.blocks.recipe import TransformersRollout
 from headrace.blocks.weights import Served, WeightSource
-from headrace.engines.checkpoint import WeightError, pull
+from headrace.engines.checkpoint import pull
 from headrace.engines.rollout.architecture import read_architecture
 from headrace.engines.rollout.base import START_VERSION, Group, Request
 from headrace.engines.rollout.batch import Batch

@@ -271,7 +271,7 @@ class HostedEngine:
 
     def _pull_adapter(self, source: WeightSource, folder: Path, deadline_s: float) -> Served:
         assert self._adapter is not None
-        shapes = adapter_shapes(self._shapes, self._adapter)
+        shapes = adapter_shapes(self._shapes, self._adapter.rank, self._adapter.target_modules)
         tensors: dict[str, Any] = {}
         served = pull(
             source,
