@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif("HEADRACE_VLLM_PYTHON" not in os.environ, reason="make vllm-env; set HEADRACE_VLLM_PYTHON"),
 ]
-LORA = Lora(rank=4, alpha=8)
+LORA = Lora.model_validate({"rank": 4, "alpha": 8})
 
 
 def test_an_adapter_is_trained_served_and_resumed(stack, tiny_recipe, make_model, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from headrace.blocks.manifest import Manifest
@@ -237,7 +237,7 @@ def test_an_adapter_that_stayed_although_the_optimizer_stepped_is_seen(
 
 
 def test_what_both_sides_derive_from_the_folder(tiny_model: Path) -> None:
-    adapter = adapter_of(tiny_model, Lora(rank=2, target_modules=["q_proj"]))
+    adapter = adapter_of(tiny_model, Lora.model_validate({"rank": 2, "target_modules": ["q_proj"]}))
     assert (adapter.rank, adapter.alpha, adapter.target_modules) == (2, 32, ("q_proj",))
     assert adapter_shapes(parameter_shapes(tiny_model), 2, ["q_proj"]) == {
         f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{matrix}.weight": shape
@@ -246,4 +246,4 @@ def test_what_both_sides_derive_from_the_folder(tiny_model: Path) -> None:
     }
     for name in ("lm_head", "embed_tokens", "norm", "query"):
         with pytest.raises(ValueError, match=f"no linear layer is called {name}; this model has down_proj, gate_proj"):
-            adapter_of(tiny_model, Lora(rank=2, target_modules=["q_proj", name]))
+            adapter_of(tiny_model, Lora.model_validate({"rank": 2, "target_modules": ["q_proj", name]}))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from headrace.blocks.recipe import Lora, TransformersRollout, VLLMRollout
+from headrace.blocks.recipe import VLLMRollout
 from headrace.engines.rollout.child import Refused
 from headrace.engines.rollout.spec import RolloutSpec
 from headrace.engines.rollout.vllm_child import _said
@@ -29,14 +29,12 @@ def test_every_setting_that_changes_numbers_is_given():
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (48, 64), (512, 512)])
 def test_adapters_get_the_room_that_vllm_has(rank: int, room: int):
-    backend = VLLMRollout.model_validate({"kind": "vllm"})
-    pairs = dict(
-        itertools.pairwise(flags(RolloutSpec(model="m", python="python", backend=backend, lora=Lora(rank=rank))))
-    )
+    spec = {"model": "m", "python": "python", "backend": {"kind": "vllm"}, "lora": {"rank": rank}}
+    pairs = dict(itertools.pairwise(flags(RolloutSpec.model_validate(spec))))
     assert pairs["--max-lora-rank"] == str(room) and "--enable-lora" in pairs
-    assert "--enable-lora" not in flags(RolloutSpec(model="m", python="python", backend=backend))
+    assert "--enable-lora" not in flags(RolloutSpec.model_validate(spec | {"lora": None}))
     with pytest.raises(ValidationError, match="serves no LoRA adapters"):
-        RolloutSpec(model="m", backend=TransformersRollout(), lora=Lora(rank=rank))
+        RolloutSpec.model_validate(spec | {"python": "", "backend": {"kind": "transformers"}})
 
 
 def test_a_gpu_gets_graphs_of_whole_steps_when_asked():
