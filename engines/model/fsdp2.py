@@ -122,7 +122,7 @@ class FSDP2Engine:
             return
         if on and self.train_step is None:
             raise ModelEngineError("the last step failed half-way: load saved state first")
-        turn(self.trained().weights)
+        turn(self.trained().weights, self.adapter)
         self.train_step, self._probed = (None, self.train_step) if on else (self._probed, None)
 
     def train(self, experience: Experience, config: StepConfig) -> dict[str, float]:

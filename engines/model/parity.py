@@ -1,5 +1,6 @@
 """What the parity gate asks of a model engine: its recompute compared in detail, and other weights for a while."""
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,30 +14,35 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from headrace.algorithms import parity
 from headrace.algorithms.batch import Jagged
 from headrace.blocks.algorithms import Algorithm
+from headrace.blocks.weights import Adapter
 from headrace.engines.model import columns
 from headrace.engines.model.base import Samples
 from headrace.engines.model.weights import Weights
 
 PROBE_BIT = 1 << 20
 """Bit of a float32 that the probe turns: 1/8 of the leading digit, so it is there in bfloat16 as well."""
-PROBE_OF_ZERO = 0x3C800000
-"""Bits that the probe turns in an adapter's matrix B, which is zero at first: then every element is 1/64."""
 FEWEST_PAIRS = 6
 """Fewer pairs say nothing about the precision of logits."""
 CLASSES = ("special", "whitespace", "digit", "letter", "punctuation", "mixed", "bytes")
 
 
-def turn(weights: Weights) -> None:
+def turn(weights: Weights, adapter: Adapter | None) -> None:
     """Changes every weight by 6 to 12 % of its size, up or down; done again, the weights are the same bits as before.
 
-    It takes no memory: one bit of each float32 mantissa is turned. An adapter's matrix B is changed by more, or the
-    adapter would go on doing nothing.
+    It takes no memory: one bit of each float32 mantissa is turned. In an adapter's matrix B, which is zero at first,
+    the bits of a whole number are: one by which the adapter changes what its layers give by about as much.
     """
+    in_b = _bits(math.sqrt(adapter.rank) / adapter.alpha) if adapter else 0
     for name, parameter in weights.parameters.items():
         value = parameter.detach()
         local = value.to_local() if isinstance(value, DTensor) else value
-        local.view(torch.int32).bitwise_xor_(PROBE_OF_ZERO if ".lora_B." in name else PROBE_BIT)
+        local.view(torch.int32).bitwise_xor_(in_b if ".lora_B." in name else PROBE_BIT)
     weights.masters_changed()
+
+
+def _bits(value: float) -> int:
+    """Of the float32 that is the power of two next to ``value``."""
+    return (127 + round(math.log2(value))) << 23
 
 
 def compared(
