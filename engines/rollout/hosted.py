@@ -83,8 +83,6 @@ class HostedEngine:
         self._served: Served | None = None
         self._adapter: Adapter | None = None
         """What every version is, with LoRA."""
-        self._adapter_folder: Path | None = None
-        """Where the one in use lies."""
         self._broken = ""
         self._spoiled = False
         self._about: dict[str, Any] = {}
@@ -264,9 +262,8 @@ class HostedEngine:
         )
         if "error" in answer:
             raise WeightError(f"{self.launch.name} refused it: {answer['error']}", version=source.version)
-        before, self._adapter_folder = self._adapter_folder, folder
-        if before is not None:
-            shutil.rmtree(before)
+        for other in set(folder.parent.glob("adapter-*")) - {folder}:  # that in use before, and such as were refused
+            shutil.rmtree(other)
         return served, answer["pause_seconds"]
 
     def _pull_adapter(self, source: WeightSource, folder: Path, deadline_s: float) -> Served:
