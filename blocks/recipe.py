@@ -13,6 +13,17 @@ from headrace.blocks.reward import RewardSpec
 from headrace.blocks.weights import Quantization
 
 
+class Lora(Strict):
+    """Low-rank adapters: the model is frozen; only what is added to its linear layers is trained, sent and kept."""
+
+    rank: int = Field(ge=1, le=512)
+    """Inner size of the two matrices that are added to each layer."""
+    alpha: int = Field(32, ge=1)
+    """Their product is multiplied by alpha / rank."""
+    target_modules: list[str] | None = Field(None, min_length=1)
+    """Linear layers that get one, by the last part of their names (q_proj). Left out: all but the output head."""
+
+
 class ModelSpec(Strict):
     """The model that is trained."""
 
@@ -22,6 +33,8 @@ class ModelSpec(Strict):
     """Compute dtype of trainer and rollout; the trainer's master weights are float32."""
     head_dtype: Literal["model", "float32"] = "model"
     """Dtype of the language-model head on both sides; float32 removes most of the mismatch of bfloat16 rounding."""
+    lora: Lora | None = None
+    """Left out, all weights are trained."""
 
 
 class Role(Strict):
@@ -96,8 +109,6 @@ class VLLMRollout(Strict):
     vLLM's own scales for activations. Only on GPUs that have it. Left out: model.dtype."""
     batch_invariant: bool = False
     """Kernels whose result does not depend on what else is in the batch: slower; only on GPUs."""
-    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 512] | None = None
-    """LoRA adapters up to this rank can be loaded and served by version. Left out, none."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """What the engine reports: raw ignores the temperature and is wrong for training unless the temperature is 1."""
 
@@ -124,8 +135,6 @@ class SGLangRollout(Strict):
     """SGLang's sampling kernels."""
     enable_prefix_caching: bool = False
     """Reuse of keys and values between requests under the same weights; those of another version are never used."""
-    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 512] | None = None
-    """LoRA adapters up to this rank can be loaded and served by version. Left out, none."""
     deterministic: bool = False
     """SGLang's batch-invariant kernels: slower; seeds are honoured only with them."""
 
@@ -328,6 +337,8 @@ class Recipe(Strict):
                 problems.append("rollout.backend.quantization: fp8 needs GPUs: set roles.rollout.gpus, or remove it")
             if self.model.dtype != "bfloat16":
                 problems.append("rollout.backend.quantization: fp8 is made from model.dtype: bfloat16 only")
+            if self.model.lora:
+                problems.append("rollout.backend.quantization: fp8 is for whole models; remove it, or model.lora")
             if self.weights.transport == "store":
                 problems.append(
                     "rollout.backend.quantization: fp8 is not for weights.transport: store, which keeps versions as "
@@ -335,9 +346,26 @@ class Recipe(Strict):
                 )
         if isinstance(backend, SGLangRollout | TensorRTLLMRollout) and not self.roles.rollout.gpus:
             problems.append(f"rollout.backend {backend.kind} needs GPUs: set roles.rollout.gpus, or take vllm")
+        problems += self._lora_problems()
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _lora_problems(self) -> list[str]:
+        if self.model.lora is None:
+            return []
+        problems, backend, transport = [], self.rollout.backend, self.weights.transport
+        if not isinstance(backend, VLLMRollout | SGLangRollout):
+            problems.append(f"model.lora: back end {backend.kind} serves no adapters; set rollout.backend.kind: vllm")
+        if isinstance(backend, VLLMRollout) and backend.openai_port is not None:
+            problems.append(
+                "model.lora: rollout.backend.openai_port would serve the base without its adapter; remove it"
+            )
+        if transport in ("cuda-ipc", "nccl"):
+            problems.append(
+                f"model.lora: adapters travel through host memory; weights.transport: {transport} cannot, choose auto"
+            )
+        return problems
 
     @property
     def rounds(self) -> int:

@@ -39,10 +39,24 @@ class Partition(_Frozen):
     slices: list[TensorSlice]
 
 
+class Adapter(_Frozen):
+    """Says that a version is a LoRA adapter, and of what: what is served is the base with this on top."""
+
+    rank: int
+    alpha: int
+    """The product of the two matrices of a layer is multiplied by alpha / rank."""
+    target_modules: tuple[str, ...]
+    """Last parts of the adapted layers' names, sorted."""
+    base: str
+    """Hash of the base's folder, see ``engines.folder.model_id``."""
+
+
 class Plan(_Frozen):
     """Deterministic layout of a version; equal for sender and receiver of the same model."""
 
     partitions: list[Partition]
+    adapter: Adapter | None = None
+    """None: the version is a whole model."""
 
     @property
     def nbytes(self) -> int:
@@ -81,16 +95,6 @@ class WeightSource(_Frozen):
     """URL of the store (transport ``store``)."""
     delta: bool = False
     """Keep what arrives in host memory, so that the next version can come as what changed."""
-
-
-class Adapter(_Frozen):
-    """A LoRA adapter as a weight version: what is served is the weights in use with this on top."""
-
-    version: int
-    path: str
-    """Local folder in PEFT's format: adapter_config.json, adapter_model.safetensors."""
-    digest: str
-    """Of its files, see ``engines.checkpoint.adapter.digest_of``."""
 
 
 class Served(_Frozen):

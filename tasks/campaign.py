@@ -6,10 +6,7 @@ import secrets
 import time
 from collections.abc import Coroutine
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from headrace.blocks.home import campaign_folder, model_folder, store_url
 from headrace.blocks.manifest import Manifest
@@ -17,6 +14,7 @@ from headrace.blocks.recipe import Recipe
 from headrace.engines.experience.files import Files
 from headrace.engines.experience.ledger import Ledger
 from headrace.engines.experience.store import Store, stage_key
+from headrace.engines.folder import model_id
 from headrace.engines.report import History
 from headrace.engines.reward.pool import RewardPool
 from headrace.engines.reward.stage import Begun
@@ -188,14 +186,3 @@ class Campaign:
                     f"(differs in: {', '.join(changed)}). Continue it with its own recipe, or give another campaign id"
                 )
         self.store.put("recipe.json", self.recipe.model_dump_json(indent=2).encode())
-
-
-def model_id(folder: Path) -> str:
-    """Hash of a model folder's weights and configuration: what version 0 is."""
-    digest = xxhash.xxh3_128()
-    for path in sorted([*folder.glob("*.safetensors"), folder / "config.json", folder / "tokenizer.json"]):
-        if path.is_file():
-            with path.open("rb") as f:
-                while block := f.read(1 << 22):
-                    digest.update(block)
-    return digest.hexdigest()

@@ -31,6 +31,8 @@ def transport_for(recipe: Recipe, actor: Lease, rollouts: Collection[Lease]) -> 
     if nodes:
         return "tcp"
     roles = recipe.roles
+    if recipe.model.lora is not None:
+        return "shm"
     together = roles.actor.gpus and roles.rollout.gpus and roles.actor.pool == roles.rollout.pool
     return "cuda-ipc" if together and recipe.rollout.backend.kind == "vllm" else "shm"
 
@@ -41,5 +43,7 @@ def partition_mb(transport: Transport) -> int:
 
 
 def workers(recipe: Recipe) -> int:
-    """Processes of one rollout engine that each pull the weights."""
+    """Processes of one rollout engine that each pull the weights. A LoRA adapter is pulled by its host."""
+    if recipe.model.lora is not None:
+        return 1
     return max(1, recipe.roles.rollout.gpus) if recipe.rollout.backend.kind in ("vllm", "sglang") else 1

@@ -5,6 +5,8 @@ import json
 import shutil
 import time
 from importlib.util import find_spec
+from math import prod
+from pathlib import Path
 
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import WorkerStatus
@@ -14,7 +16,8 @@ from headrace.blocks.fp8 import unservable
 from headrace.blocks.home import home, model_folder
 from headrace.blocks.recipe import Recipe
 from headrace.engines import data
-from headrace.engines.rollout.folder import parameter_shapes
+from headrace.engines.folder import parameter_shapes
+from headrace.engines.lora import adapter_shapes, target_modules
 
 FREE_BYTES_PER_PARAMETER_BYTE = 8
 """A checkpoint holds float32 weights and two moments; two of them may exist for a moment, beside the exported model."""
@@ -77,6 +80,11 @@ def _model_problems(recipe: Recipe) -> list[str]:
         problems.append(
             f"model.path: the tokenizer of {folder} has no chat template: put one into chat_template.jinja there"
         )
+    if recipe.model.lora is not None and not problems:
+        try:
+            target_modules(parameter_shapes(folder), recipe.model.lora)
+        except ValueError as error:
+            problems.append(str(error))
     return problems
 
 
@@ -99,7 +107,7 @@ def _data_problems(recipe: Recipe) -> list[str]:
 
 def _disk_problems(recipe: Recipe) -> list[str]:
     folder = model_folder(recipe.model.path)
-    size = sum(f.stat().st_size for f in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    size = _trained_bytes(recipe, folder)
     home().mkdir(parents=True, exist_ok=True)
     free, need = shutil.disk_usage(home()).free, size * FREE_BYTES_PER_PARAMETER_BYTE * (recipe.checkpoint.keep + 1)
     if recipe.weights.transport == "store":
@@ -107,3 +115,15 @@ def _disk_problems(recipe: Recipe) -> list[str]:
     if free < need:
         return [f"disk: {home()} has {free / 1e9:.1f} GB free, checkpoints of this model need {need / 1e9:.1f} GB"]
     return []
+
+
+def _trained_bytes(recipe: Recipe, folder: Path) -> int:
+    """Bytes of what is trained, as it is exported; 0 when that is not known."""
+    if recipe.model.lora is None:
+        return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    try:
+        shapes = parameter_shapes(folder)
+        added = adapter_shapes(shapes, recipe.model.lora.rank, target_modules(shapes, recipe.model.lora))
+    except ValueError:
+        return 0
+    return sum(prod(shape) for shape in added.values()) * (2 if recipe.model.dtype == "bfloat16" else 4)

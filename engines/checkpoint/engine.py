@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from headrace.blocks.weights import Quantization, Served, Transport, WeightManifest, WeightSource
+from headrace.blocks.weights import Adapter, Quantization, Served, Transport, WeightManifest, WeightSource
 from headrace.engines.checkpoint.carriers.base import unusable
 from headrace.engines.checkpoint.carriers.names import ON_GPU, SLOTS
 from headrace.engines.checkpoint.errors import WeightError
@@ -37,6 +37,7 @@ def publish(
     quantization: Quantization | None = None,
     parent: int | None = None,
     delta: bool = False,
+    adapter: Adapter | None = None,
     device: str = "cpu",
     deadline_s: float = 60.0,
 ) -> WeightManifest:
@@ -51,7 +52,8 @@ def publish(
     for ``deadline_s`` (gloo, nccl: losing one ends the publish). Two partitions of memory stay with the process for the
     next version (``release`` gives them back).
     parent: the version before this one. delta: keep this version in host memory, and send only what changed since the
-    one that is kept to receivers that all have it. device: where the weights are; nixl's slots are there.
+    one that is kept to receivers that all have it. adapter: what the tensors are when they are no whole model.
+    device: where the weights are; nixl's slots are there.
     deadline_s: the longest that one wait may take, in seconds. The iterator is always read to its end, so that other
     ranks which take part in its gathers are never left in one.
 
@@ -61,7 +63,7 @@ def publish(
     """
     try:
         found = tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas)
-        made = planned(found, wire_dtype, quantization, partition_limit(transport, partition_bytes))
+        made = planned(found, wire_dtype, quantization, partition_limit(transport, partition_bytes), adapter)
         if not made.plan.partitions:
             raise WeightError("there is no tensor to publish", version=version)
         release = Release(made.plan, version, train_step, parent, f"{socket.gethostname()}:{os.getpid()}")
@@ -105,6 +107,7 @@ def pull(
     *,
     deadline_s: float = 60.0,
     expect: Expect | None = None,
+    adapter: Adapter | None = None,
     rank: int = 0,
     device: str = "cpu",
     settle: Settle | None = None,
@@ -118,8 +121,8 @@ def pull(
     place: name → the tensor's own memory (contiguous, wire dtype, whole), where it has one that is used as it is: then
     the bytes go there at once, without the sink, also of a tensor that spans partitions.
     deadline_s: the longest that one wait may take, in seconds; a receiver may come before its publisher.
-    expect: name → (dtype, shape); anything else is refused before the first byte. rank: names this receiver in errors.
-    device: where this engine's weights are.
+    expect: name → (dtype, shape), and adapter: what they are when they are no whole model; anything else is refused
+    before the first byte. rank: names this receiver in errors. device: where this engine's weights are.
 
     Memory: slots as the publisher's, and one tensor when that spans partitions; with ``source.delta`` one copy of the
     version more. Raises WeightError; what was loaded until then must not be served.
@@ -127,11 +130,12 @@ def pull(
     began = time.monotonic()
     try:
         if source.transport == "store":
-            digest, nbytes = pull_store(source, sink, deadline_s, expect, rank, settle, place)
+            digest, nbytes = pull_store(source, sink, deadline_s, expect, adapter, rank, settle, place)
             travelled = nbytes
         else:
             where = _slots_on(source.transport, device, source.version, rank)
-            digest, nbytes, travelled = pull_stream(source, sink, deadline_s, expect, rank, where, settle, place)
+            pulled = pull_stream(source, sink, deadline_s, expect, adapter, rank, where, settle, place)
+            digest, nbytes, travelled = pulled
     except StoreError as error:
         raise WeightError(str(error), version=source.version, rank=rank) from error
     seconds = time.monotonic() - began

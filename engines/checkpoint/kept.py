@@ -14,7 +14,8 @@ import xxhash
 from pydantic import ValidationError
 from torch import Tensor
 
-from headrace.blocks.weights import Partition, WeightManifest, WeightSource
+from headrace.blocks.weights import Adapter, Partition, WeightManifest, WeightSource
+from headrace.engines.checkpoint.adapter import CONFIG
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Release
 from headrace.engines.checkpoint.layout import FILE_BYTES, INDEX, MANIFEST, files_of, index_of, partitions_per_file
@@ -89,7 +90,7 @@ class StoreSender:
         beside = dict(self._beside)
         if len(self._layout) > 1:
             beside[INDEX] = index_of(self._layout)
-        last = {name: beside.pop(name) for name in ("config.json",) if name in beside}
+        last = {name: beside.pop(name) for name in ("config.json", CONFIG) if name in beside}
         for name, data in {**beside, **last, MANIFEST: manifest.model_dump_json().encode()}.items():
             self._files.put(f"{self._address}/{name}", data)
         return manifest
@@ -136,6 +137,7 @@ def pull_store(
     sink: Sink,
     deadline_s: float,
     expect: Expect | None,
+    adapter: Adapter | None,
     rank: int,
     settle: Settle | None,
     place: Place | None,
@@ -150,7 +152,7 @@ def pull_store(
             rank=rank,
             advice="publish the version again",
         )
-    check_expected(manifest.plan, expect)
+    check_expected(manifest.plan, expect, adapter)
     assembler = Assembler(cuts_of(manifest.plan), sink, settle, place)
     hashes: list[str] = []
 

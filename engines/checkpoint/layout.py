@@ -2,7 +2,8 @@
 
 The bytes of partitions follow each other in ``model.safetensors``, or, above ``FILE_BYTES``, in
 ``model-00001-of-00007.safetensors`` and so on with ``model.safetensors.index.json``. A tensor that spans partitions
-lies whole in one file, so partitions stay small whatever the size of tensors.
+lies whole in one file, so partitions stay small whatever the size of tensors. A LoRA adapter lies in
+``adapter_model.safetensors``, as PEFT has it.
 """
 
 import json
@@ -81,8 +82,9 @@ def files_of(plan: Plan, counts: list[int]) -> list[WeightFile]:
     """The files of a plan whose partitions are shared out by ``counts``. Raises WeightError for a dtype that
     safetensors has not."""
     files, first = [], 0
+    stem = "adapter_model" if plan.adapter else "model"
     for number, count in enumerate(counts, 1):
-        name = "model.safetensors" if len(counts) == 1 else f"model-{number:05d}-of-{len(counts):05d}.safetensors"
+        name = f"{stem}.safetensors" if len(counts) == 1 else f"{stem}-{number:05d}-of-{len(counts):05d}.safetensors"
         partitions = plan.partitions[first : first + count]
         files.append(WeightFile(name, _header(partitions), partitions))
         first += count

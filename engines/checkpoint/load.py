@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from headrace.blocks.weights import Partition, Plan
+from headrace.blocks.weights import Adapter, Partition, Plan
 from headrace.engines.checkpoint.copying import copy_all
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.plan import Cut, metas_of
@@ -36,10 +36,16 @@ with warnings.catch_warnings():
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
-def check_expected(plan: Plan, expect: Expect | None) -> None:
-    """Raises WeightError unless the plan has exactly the tensors that are expected."""
+def check_expected(plan: Plan, expect: Expect | None, adapter: Adapter | None) -> None:
+    """Raises WeightError unless the plan is of the expected adapter (None: of a whole model), and has exactly the
+    tensors that are expected. Nothing is checked where none are."""
     if expect is None:
         return
+    if plan.adapter != adapter:
+        raise WeightError(
+            f"{_described(plan.adapter)} was published, but this engine serves {_described(adapter)}",
+            advice="the same model folder and the same model.lora for trainer and rollout engine",
+        )
     offered = metas_of(plan)
     wrong = [f"{name} is missing" for name in expect if name not in offered]
     wrong += [f"{name} is unknown here" for name in offered if name not in expect]
@@ -52,6 +58,13 @@ def check_expected(plan: Plan, expect: Expect | None) -> None:
             f"the published tensors are not those of this engine's model: {'; '.join(wrong[:5])}{more}",
             advice="the same model folder, model.dtype and quantization for trainer and rollout engine",
         )
+
+
+def _described(adapter: Adapter | None) -> str:
+    if adapter is None:
+        return "a whole model"
+    layers = ", ".join(adapter.target_modules)
+    return f"a LoRA adapter of rank {adapter.rank}, alpha {adapter.alpha}, on {layers} of base {adapter.base}"
 
 
 def overlap(

@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from headrace.blocks.fp8 import quantised, scales_name, scales_shape
-from headrace.blocks.weights import Partition, Plan, Quantization, TensorSlice
+from headrace.blocks.weights import Adapter, Partition, Plan, Quantization, TensorSlice
 from headrace.engines.checkpoint.errors import WeightError
 
 PARTITION_BYTES = 16 << 20
@@ -56,8 +56,10 @@ def wire(dtype: torch.dtype, wire_dtype: str) -> torch.dtype:
     return dtype_named(wire_dtype) if cast else dtype
 
 
-def make_plan(metas: Iterable[Meta], partition_bytes: int = PARTITION_BYTES) -> Plan:
+def make_plan(metas: Iterable[Meta], partition_bytes: int = PARTITION_BYTES, adapter: Adapter | None = None) -> Plan:
     """Equal metas give an equal plan, on every machine. ``partition_bytes`` is rounded down to a multiple of 16.
+
+    adapter: what the tensors are when they are no whole model.
 
     Raises ValueError when it is below 16, WeightError when a name occurs twice.
     """
@@ -90,7 +92,8 @@ def make_plan(metas: Iterable[Meta], partition_bytes: int = PARTITION_BYTES) -> 
         partitions=[
             Partition(index=index, nbytes=sum(piece.nbytes for piece in slices), slices=slices)
             for index, slices in enumerate(partitions)
-        ]
+        ],
+        adapter=adapter,
     )
 
 
@@ -137,9 +140,10 @@ def planned(
     wire_dtype: str,
     quantization: Quantization | None,
     partition_bytes: int,
+    adapter: Adapter | None = None,
 ) -> Planned:
     """The plan of a model's metas on the wire. Raises as ``make_plan``."""
-    plan = make_plan(wire_metas(metas, wire_dtype, quantization), partition_bytes)
+    plan = make_plan(wire_metas(metas, wire_dtype, quantization), partition_bytes, adapter)
     return Planned(plan, plan.model_dump_json(), cuts_of(plan))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.blocks.weights import Partition, WeightSource
+from headrace.blocks.weights import Adapter, Partition, WeightSource
 from headrace.engines.checkpoint.carriers.base import Intake, make_intake
 from headrace.engines.checkpoint.carriers.group import held
 from headrace.engines.checkpoint.carriers.names import SLOTS
@@ -24,6 +24,7 @@ def pull_stream(
     sink: Sink,
     deadline_s: float,
     expect: Expect | None,
+    adapter: Adapter | None,
     rank: int,
     device: torch.device,
     settle: Settle | None,
@@ -33,7 +34,7 @@ def pull_stream(
     the bytes that travelled. Raises WeightError."""
     with closing(Link(source, deadline_s, rank)) as link:
         try:
-            pulled = _Pull(link, source, expect, rank, device)
+            pulled = _Pull(link, source, expect, adapter, rank, device)
             assembler = Assembler(pulled.cuts, sink, settle, place)
             try:
                 digest = pulled.run(assembler)
@@ -50,7 +51,13 @@ class _Pull:
     """One version."""
 
     def __init__(
-        self, link: Link, source: WeightSource, expect: Expect | None, rank: int, device: torch.device
+        self,
+        link: Link,
+        source: WeightSource,
+        expect: Expect | None,
+        adapter: Adapter | None,
+        rank: int,
+        device: torch.device,
     ) -> None:
         self._link = link
         offer = link.receive("plan")
@@ -61,7 +68,7 @@ class _Pull:
         except ValueError as error:
             raise link.error(f"the publisher's plan cannot be used: {error}") from error
         self.plan, self.cuts = read.plan, read.cuts
-        check_expected(self.plan, expect)
+        check_expected(self.plan, expect, adapter)
         if offer["transport"] != source.transport:
             raise link.error(f"the publisher sends over {offer['transport']}, not {source.transport}")
         where = torch.device(offer["device"])

@@ -10,6 +10,7 @@ from torch import Tensor
 from headrace.algorithms.batch import Jagged
 from headrace.blocks.algorithms import Algorithm
 from headrace.blocks.recipe import Optim
+from headrace.blocks.weights import Adapter
 
 Which = Literal["policy", "reference"]
 
@@ -77,6 +78,8 @@ class ModelEngine(Protocol):
 
     train_step: int | None
     """Iterations trained. None after a step that failed half-way (only ``load`` helps), and under a probe."""
+    adapter: Adapter | None
+    """With LoRA what is trained: it is what ``metas``, ``named_tensors``, ``save`` and ``export`` are about."""
 
     def logprobs(self, samples: Samples, which: Which) -> Tensor:
         """Log-probability of every response token under the policy or the reference, float32 [T] on every rank."""
@@ -102,11 +105,12 @@ class ModelEngine(Protocol):
         ...
 
     def metas(self) -> list[tuple[str, str, list[int]]]:
-        """(Hugging Face name, dtype name, shape) of every parameter, in the order of ``named_tensors``."""
+        """(Hugging Face name, dtype name, shape) of every trained parameter, in the order of ``named_tensors``."""
         ...
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams whole parameters in the wire dtype, one at a time; every rank has to read the iterator to its end."""
+        """Streams the trained parameters, whole, in the wire dtype, one at a time; every rank has to read the iterator
+        to its end."""
         ...
 
     def save(self, path: Path, cursor: int) -> None:

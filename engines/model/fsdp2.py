@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.engines.lora import adapter_of
 from headrace.engines.model import state, step
 from headrace.engines.model.base import Experience, Samples, StepConfig, Which
 from headrace.engines.model.errors import ModelEngineError
 from headrace.engines.model.gang import Gang
+from headrace.engines.model.lora import add_adapter, without_adapter
 from headrace.engines.model.optim import make_optimizer
 from headrace.engines.model.packing import make_rows, plan
 from headrace.engines.model.parity import turn
@@ -37,6 +40,7 @@ class FSDP2Engine:
 
     def __init__(self, spec: EngineSpec, gang: Gang) -> None:
         self.spec, self.gang = spec, gang
+        self.adapter = adapter_of(Path(spec.model), spec.lora) if spec.lora else None
         self.train_step: int | None = 0
         self.last_key = ""
         """Content key of the last train job; empty before the first."""
@@ -45,14 +49,15 @@ class FSDP2Engine:
         self._probed: int | None = None
         self.saving: Future[Any] | None = None
         """What is being written in the background."""
-        self.reference = self._load(self._dtype, frozen=True) if spec.reference else None
+        # With LoRA the policy holds it already.
+        self.reference = self._load(trained=False) if spec.reference and self.adapter is None else None
         self._start()
 
     def _start(self) -> None:
         torch.manual_seed(self.spec.seed)
         self.policy: Trained | None = None
         if self.spec.policy:
-            weights = self._load(torch.float32, frozen=False)
+            weights = self._load(trained=True)
             self.policy = Trained(weights, make_optimizer(weights.parameters.values()))
         self.train_step, self.last_key, self.kl_coefficient = 0, "", None
 
@@ -60,11 +65,16 @@ class FSDP2Engine:
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self.spec.dtype)
 
-    def _load(self, masters: torch.dtype, frozen: bool) -> Weights:
+    def _load(self, trained: bool) -> Weights:
         head = torch.float32 if self.spec.head_dtype == "float32" else None
-        module = load_policy(Path(self.spec.model), masters, head, on_cpu=self.gang.device.type == "cpu")
+        whole = trained and self.adapter is None
+        dtype = torch.float32 if whole else self._dtype
+        module = load_policy(Path(self.spec.model), dtype, head, on_cpu=self.gang.device.type == "cpu")
+        module.requires_grad_(whole)
+        if trained and self.adapter is not None:
+            add_adapter(module, self.adapter, self.spec.seed)
         place = Alone if self.gang.size == 1 else Sharded
-        return place(module.requires_grad_(not frozen), self._dtype, self.gang)
+        return place(module, self._dtype, self.gang)
 
     def trained(self) -> Trained:
         """The policy. Raises ModelEngineError for an engine that has none."""
@@ -73,10 +83,10 @@ class FSDP2Engine:
         return self.policy
 
     def frozen(self) -> Weights:
-        """The reference. Raises ModelEngineError for an engine that has none."""
-        if self.reference is None:
+        """What the reference is computed with. Raises ModelEngineError for an engine that has none."""
+        if not self.spec.reference:
             raise ModelEngineError("this engine holds no reference model: set reference in its spec")
-        return self.reference
+        return self.reference or self.trained().weights
 
     def micro_batches(self, samples: Samples, keep: Tensor) -> Iterator[Packed]:
         """This rank's micro-batches of the kept samples (bool [S]); every rank gets as many."""
@@ -97,7 +107,8 @@ class FSDP2Engine:
         """float32 [1 or 2, T]: log-probabilities, then entropies."""
         model = self.trained().weights if which == "policy" else self.frozen()
         found = torch.zeros(2 if entropy else 1, samples.tokens, dtype=torch.float32, device=self.gang.device)
-        with torch.no_grad():
+        of_base = which == "reference" and self.adapter is not None
+        with torch.no_grad(), without_adapter(model.module) if of_base else nullcontext():
             for packed in self.micro_batches(samples, torch.ones(len(samples), dtype=torch.bool)):
                 for row, values in zip(found, model.module(packed, self.spec.temperature, entropy), strict=False):
                     row[packed.tokens] = values[: len(packed.tokens)]
@@ -111,7 +122,7 @@ class FSDP2Engine:
             return
         if on and self.train_step is None:
             raise ModelEngineError("the last step failed half-way: load saved state first")
-        turn(self.trained().weights)
+        turn(self.trained().weights, self.adapter)
         self.train_step, self._probed = (None, self.train_step) if on else (self._probed, None)
 
     def train(self, experience: Experience, config: StepConfig) -> dict[str, float]:

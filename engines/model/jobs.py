@@ -19,6 +19,7 @@ from headrace.blocks.manifest import Manifest, Part
 from headrace.blocks.recipe import Optim
 from headrace.blocks.weights import Quantization, Transport
 from headrace.engines.checkpoint import PARTITION_BYTES, WeightError, partition_limit, publish, reserve
+from headrace.engines.checkpoint.adapter import CONFIG, config_of
 from headrace.engines.checkpoint.carriers.base import unusable
 from headrace.engines.experience import schema
 from headrace.engines.experience.store import Store
@@ -292,8 +293,9 @@ class Jobs:
             train_step=engine.train_step or 0,
             wire_dtype=engine.spec.dtype,
             parent=parent,
-            device=str(engine.gang.device),
-            beside=beside(Path(engine.spec.model), engine.spec.dtype) if kept else None,
+            adapter=engine.adapter,
+            device="cpu" if engine.adapter else str(engine.gang.device),  # it is small, and rollout hosts have no GPU
+            beside=self._beside() if kept else None,
             **params.model_dump(exclude={"step"}),
         )
         self._published, self._parent = manifest.version, parent
@@ -333,6 +335,11 @@ class Jobs:
         self._last = None
         cursor = self.engine.load(params.path)
         return {"train_step": self.engine.train_step, "cursor": cursor}
+
+    def _beside(self) -> dict[str, bytes]:
+        """The files that make kept weights a folder for other programs."""
+        model, adapter = self.engine.spec.model, self.engine.adapter
+        return {CONFIG: config_of(adapter, model)} if adapter else beside(Path(model), self.engine.spec.dtype)
 
     def _lookup(self, store: Store, stage: str, params: StageParams) -> Manifest | None:
         """What the store has; rank 0 decides for all, as every rank has to take part or none."""

@@ -1,5 +1,6 @@
 """What the parity gate asks of a model engine: its recompute compared in detail, and other weights for a while."""
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from headrace.algorithms import parity
 from headrace.algorithms.batch import Jagged
 from headrace.blocks.algorithms import Algorithm
+from headrace.blocks.weights import Adapter
 from headrace.engines.model import columns
 from headrace.engines.model.base import Samples
 from headrace.engines.model.weights import Weights
@@ -24,16 +26,23 @@ FEWEST_PAIRS = 6
 CLASSES = ("special", "whitespace", "digit", "letter", "punctuation", "mixed", "bytes")
 
 
-def turn(weights: Weights) -> None:
+def turn(weights: Weights, adapter: Adapter | None) -> None:
     """Changes every weight by 6 to 12 % of its size, up or down; done again, the weights are the same bits as before.
 
-    It takes no memory: one bit of each float32 mantissa is turned.
+    It takes no memory: one bit of each float32 mantissa is turned. In an adapter's matrix B, which is zero at first,
+    the bits of a whole number are: one by which the adapter changes what its layers give by about as much.
     """
-    for parameter in weights.parameters.values():
+    in_b = _bits(math.sqrt(adapter.rank) / adapter.alpha) if adapter else 0
+    for name, parameter in weights.parameters.items():
         value = parameter.detach()
         local = value.to_local() if isinstance(value, DTensor) else value
-        local.view(torch.int32).bitwise_xor_(PROBE_BIT)
+        local.view(torch.int32).bitwise_xor_(in_b if ".lora_B." in name else PROBE_BIT)
     weights.masters_changed()
+
+
+def _bits(value: float) -> int:
+    """Of the float32 that is the power of two next to ``value``."""
+    return (127 + round(math.log2(value))) << 23
 
 
 def compared(

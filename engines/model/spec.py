@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from headrace.blocks.base import Strict
+from headrace.blocks.recipe import Lora
 
 
 class EngineSpec(Strict):
@@ -16,6 +17,9 @@ class EngineSpec(Strict):
     """Compute dtype and wire dtype; master weights, gradients and optimizer state are float32."""
     head_dtype: Literal["model", "float32"] = "model"
     """Of the language-model head: float32 multiplies the (rounded) weights in float32, as a rollout engine does."""
+    lora: Lora | None = None
+    """The policy is the model with such an adapter, and only that is trained and sent; the model itself is frozen, in
+    the compute dtype, and is the reference. Left out, all weights are trained."""
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = Field(default=1, ge=1)
     """CPU threads of each rank."""
@@ -35,6 +39,8 @@ class EngineSpec(Strict):
     def _has_a_model(self) -> "EngineSpec":
         if not (self.policy or self.reference):
             raise ValueError("policy and reference are both false: the engine would hold no model")
+        if self.lora is not None and not self.policy:
+            raise ValueError("lora has no effect with policy: false; remove it")
         return self
 
 

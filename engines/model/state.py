@@ -55,6 +55,7 @@ def save(engine: "FSDP2Engine", path: Path, cursor: int) -> None:
         "last_key": engine.last_key,
         "kl_coefficient": engine.kl_coefficient,
         "cursor": cursor,
+        "adapter": engine.adapter and engine.adapter.model_dump(mode="json"),
         "parameters": {name: list(p.shape) for name, p in engine.trained().weights.parameters.items()},
     }
     group = engine.gang.saving
@@ -97,6 +98,10 @@ def load(engine: "FSDP2Engine", path: Path) -> int:
         raise BadState(f"{path} has format {facts['format']}; this version reads format {FORMAT}")
     if facts["parameters"] != {name: list(p.shape) for name, p in engine.trained().weights.parameters.items()}:
         raise BadState(f"{path} is the state of another model: its parameters are not those of {engine.spec.model}")
+    if facts.get("adapter") != (engine.adapter and engine.adapter.model_dump(mode="json")):
+        raise BadState(
+            f"{path} is the state of another LoRA adapter or base: {facts.get('adapter')}, not {engine.adapter}"
+        )
     engine.train_step = None
     tensors = _tensors(engine)
     loader.load(tensors, checkpoint_id=path)

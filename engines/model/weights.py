@@ -9,15 +9,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from headrace.engines.model.gang import Gang
+from headrace.engines.model.lora import published_name
 from headrace.engines.model.policy import Policy
 
 
 class Weights(Protocol):
-    """Master weights (float32 unless frozen) and the module that computes with them in another dtype."""
+    """What is trained: master weights in float32, and the module that computes with them in another dtype."""
 
     module: Policy
     parameters: dict[str, nn.Parameter]
-    """Masters by Hugging Face name, tied ones once. Sharded: DTensors."""
+    """Masters by the name that they are published under, tied ones once. Sharded: DTensors. Frozen parameters are not
+    among them: the module has those in the compute dtype."""
 
     def collect_gradients(self) -> None:
         """After each backward pass: adds its gradients to those of the masters."""
@@ -28,7 +30,7 @@ class Weights(Protocol):
         ...
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams whole parameters in the compute dtype; on every rank, to the end."""
+        """Streams the trained parameters, whole, in the compute dtype; on every rank, to the end."""
         ...
 
 
@@ -103,4 +105,6 @@ class Alone:
 
 
 def _by_name(module: Policy) -> dict[str, nn.Parameter]:
-    return {name.removeprefix("causal."): p for name, p in module.named_parameters()}
+    """The parameters that are trained."""
+    trained = {name.removeprefix("causal."): p for name, p in module.named_parameters() if p.requires_grad}
+    return {published_name(name) if ".lora_" in name else name: p for name, p in trained.items()}

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.blocks.weights import Adapter, Served, WeightSource
+from headrace.blocks.weights import Served, WeightSource
 
 START_VERSION = -1
 """Weight version of tokens that were sampled before any weights were published: those of the model folder."""
@@ -99,17 +99,11 @@ class RolloutEngine(Protocol):
     async def load_weights(self, source: WeightSource, *, deadline_s: float) -> Served:
         """Streams a published version in, drops what was derived from the old one, and says what is served now.
 
+        With LoRA every version is an adapter, on top of the weights that the engine started with.
+
         deadline_s: the longest that one wait for the publisher may take.
         Raises ``headrace.engines.checkpoint.errors.WeightError`` when anything differs from the version's manifest;
         the engine then refuses to generate until a load succeeds.
-        """
-        ...
-
-    async def load_adapter(self, adapter: Adapter, *, deadline_s: float) -> Served:
-        """Serves a LoRA adapter on top of the weights in use, as its version; requests under way go on under it.
-
-        Raises WeightError when it is not the adapter that was meant, or the engine does not take it: what was served
-        before is served on. A load of weights ends it.
         """
         ...
 

@@ -11,8 +11,8 @@ import torch
 
 from headrace import __version__
 from headrace.blocks.recipe import TransformersRollout
-from headrace.blocks.weights import Adapter, Served, WeightSource
-from headrace.engines.checkpoint import WeightError, pull
+from headrace.blocks.weights import Served, WeightSource
+from headrace.engines.checkpoint import pull
 from headrace.engines.rollout.architecture import read_architecture
 from headrace.engines.rollout.base import START_VERSION, Group, Request
 from headrace.engines.rollout.batch import Batch
@@ -118,10 +118,6 @@ class TransformersEngine:
         """See ``RolloutEngine.load_weights``. Requests under way wait, then go on with the new weights."""
         async with self._token:
             return await self._do(lambda: self._load(source, deadline_s))
-
-    async def load_adapter(self, adapter: Adapter, *, deadline_s: float) -> Served:
-        """Refuses."""
-        raise WeightError("the transformers back end serves no LoRA adapters", advice="rollout.backend vllm or sglang")
 
     def _load(self, source: WeightSource, deadline_s: float) -> Served:
         began = time.monotonic()

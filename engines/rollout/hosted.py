@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import shutil
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -13,14 +14,16 @@ from typing import Any, Self
 
 import headrace
 from headrace.blocks.weights import Adapter, Served, WeightSource
-from headrace.engines.checkpoint.adapter import digest_of
+from headrace.engines.checkpoint import pull
+from headrace.engines.checkpoint.adapter import write_adapter
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.plan import wire_metas
+from headrace.engines.folder import parameter_shapes
+from headrace.engines.lora import adapter_of, adapter_shapes
 from headrace.engines.process import Child, describe_exit
 from headrace.engines.rollout import errors, wire
 from headrace.engines.rollout.base import START_VERSION, Completion, Group, Request
 from headrace.engines.rollout.errors import EngineDied, NotServing, RequestTooLong, RolloutError, WrongLogprobs
-from headrace.engines.rollout.folder import parameter_shapes
 from headrace.engines.rollout.spec import RolloutSpec
 
 START_DEADLINE_S = 900.0
@@ -79,7 +82,8 @@ class HostedEngine:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._loading = asyncio.Lock()
         self._served: Served | None = None
-        self._adapter = ""
+        self._adapter: Adapter | None = None
+        """What every version is, with LoRA."""
         self._quantization = getattr(spec.backend, "quantization", None)
         self._broken = "weights for its quantised layers have not come yet" if self._quantization else ""
         self._spoiled = False
@@ -106,6 +110,8 @@ class HostedEngine:
             EngineDied: it ended first, or was not ready in time; the message has the end of its log.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-engine-")
+        if self._spec.lora is not None and self._adapter is None:
+            self._adapter = await asyncio.to_thread(adapter_of, Path(self._spec.model), self._spec.lora)
         # The interpreter must find our package, and nothing else of our environment.
         (Path(self._folder.name) / "headrace").symlink_to(Path(headrace.__file__).resolve().parent)
         mine, other = socket.socketpair()
@@ -218,18 +224,19 @@ class HostedEngine:
         return await self._call("status")
 
     async def load_weights(self, source: WeightSource, *, deadline_s: float) -> Served:
-        """See ``RolloutEngine.load_weights``. Every worker pulls on its own; they must agree on the digest."""
+        """See ``RolloutEngine.load_weights``."""
         async with self._loading:
             self._served, self._broken = None, f"version {source.version} was not loaded completely"
             if self._spoiled:
                 await self._restart()
-            served, pause = await self._load(source, deadline_s)
+            load = self._load_model if self._adapter is None else self._load_adapter
+            served, pause = await load(source, deadline_s)
             self._served = served.model_copy(update={"pause_seconds": pause})
-            self._adapter = ""
             self._broken = ""
             return self._served
 
-    async def _load(self, source: WeightSource, deadline_s: float) -> tuple[Served, float]:
+    async def _load_model(self, source: WeightSource, deadline_s: float) -> tuple[Served, float]:
+        """Every worker pulls on its own; they must agree on the digest."""
         metas = [(name, self._spec.dtype, shape) for name, shape in self._shapes.items()]
         expect = {
             name: [dtype, shape] for name, dtype, shape in wire_metas(metas, self._spec.dtype, self._quantization)
@@ -252,28 +259,32 @@ class HostedEngine:
             raise WeightError(f"{self.launch.name}'s workers loaded different weights", version=source.version)
         return served[0], answer["pause_seconds"]
 
-    async def load_adapter(self, adapter: Adapter, *, deadline_s: float) -> Served:
-        """See ``RolloutEngine.load_adapter``."""
-        if not getattr(self._spec.backend, "max_lora_rank", None):
-            raise WeightError(
-                f"{self.launch.name} was started without LoRA adapters",
-                version=adapter.version,
-                advice="set rollout.backend.max_lora_rank",
-            )
-        async with self._loading:
-            self._check([])
-            found = await asyncio.to_thread(digest_of, Path(adapter.path))
-            if found != adapter.digest:
-                what = f"the adapter in {adapter.path} has digest {found}, not {adapter.digest}"
-                raise WeightError(what, version=adapter.version, advice="publish it again")
-            answer = await self._call(
-                "load_adapter", path=adapter.path, version=adapter.version, timeout_s=max(deadline_s, CALL_S)
-            )
-            if "error" in answer:
-                raise WeightError(f"{self.launch.name} refused it: {answer['error']}", version=adapter.version)
-            self._adapter = found
-            self._served = Served(version=adapter.version, digest=found, pause_seconds=answer["pause_seconds"])
-            return self._served
+    async def _load_adapter(self, source: WeightSource, deadline_s: float) -> tuple[Served, float]:
+        """Pulls while requests go on; they wait only until the engine has read the adapter."""
+        folder = Path(self._folder.name) / f"adapter-{next(self._numbers)}"
+        served = await asyncio.to_thread(self._pull_adapter, source, folder, deadline_s)
+        answer = await self._call(
+            "load_adapter", path=str(folder), version=source.version, timeout_s=max(deadline_s, CALL_S)
+        )
+        if "error" in answer:
+            raise WeightError(f"{self.launch.name} refused it: {answer['error']}", version=source.version)
+        for other in set(folder.parent.glob("adapter-*")) - {folder}:  # that in use before, and such as were refused
+            shutil.rmtree(other)
+        return served, answer["pause_seconds"]
+
+    def _pull_adapter(self, source: WeightSource, folder: Path, deadline_s: float) -> Served:
+        assert self._adapter is not None
+        shapes = adapter_shapes(self._shapes, self._adapter.rank, self._adapter.target_modules)
+        tensors: dict[str, Any] = {}
+        served = pull(
+            source,
+            lambda name, tensor: tensors.update({name: tensor.clone()}),
+            deadline_s=deadline_s,
+            expect={name: (self._spec.dtype, shape) for name, shape in shapes.items()},
+            adapter=self._adapter,
+        )
+        write_adapter(folder, self._adapter, tensors, self._spec.model)
+        return served
 
     async def _restart(self) -> None:
         """A new program in place of one whose model is half loaded."""
@@ -294,7 +305,7 @@ class HostedEngine:
             "head_dtype": self._spec.head_dtype,
             "cache_salt": "weight version" if self.launch.salted else "no cache",
             "batch_invariant": self.launch.env.get("VLLM_BATCH_INVARIANT", "0"),
-            "adapter": self._adapter or "none",
+            "adapter": self._adapter.model_dump_json() if self._adapter else "none",
             "flags": " ".join(self.launch.flags),
         }
 

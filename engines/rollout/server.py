@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headrace.blocks.weights import Adapter, WeightSource
+from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.rollout import jobs
 from headrace.engines.rollout.base import RolloutEngine
@@ -42,15 +42,6 @@ class LoadParams(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: WeightSource
-    deadline_s: float
-
-
-class AdapterParams(BaseModel):
-    """Job ``load_adapter``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    adapter: Adapter
     deadline_s: float
 
 
@@ -104,12 +95,8 @@ class RolloutHost:
         elif job.method == "load_weights":
             load = LoadParams(**job.params)
             work = self.engine.load_weights(load.source, deadline_s=load.deadline_s)
-        elif job.method == "load_adapter":
-            given = AdapterParams(**job.params)
-            work = self.engine.load_adapter(given.adapter, deadline_s=given.deadline_s)
         else:
-            known = "generate, evaluate, load_weights, load_adapter"
-            raise ValueError(f"a rollout engine has no job {job.method!r}: {known}")
+            raise ValueError(f"a rollout engine has no job {job.method!r}: generate, evaluate, load_weights")
         return self._run(work, job).model_dump(mode="json")
 
     def status(self) -> dict[str, Any]:

@@ -41,9 +41,9 @@ def arguments(spec: RolloutSpec) -> dict[str, Any]:
     backend = spec.backend
     assert isinstance(backend, SGLangRollout)
     lora: dict[str, Any] = {}
-    if backend.max_lora_rank:
+    if spec.lora is not None:
         # All linear layers, whatever an adapter touches; the next version is loaded beside the one in use.
-        lora = {"enable_lora": True, "max_lora_rank": backend.max_lora_rank, "lora_target_modules": ["all"]}
+        lora = {"enable_lora": True, "max_lora_rank": spec.lora.rank, "lora_target_modules": ["all"]}
         lora |= {"max_loras_per_batch": 2, "max_loaded_loras": 2}
     # Its CPU engine has one attention kernel, and cannot schedule the next step while one runs.
     cpu = {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}

@@ -91,7 +91,6 @@ class SGLang:
 
         from headrace.engines.rollout.sglang_worker import LOADER, order
 
-        self._adapter = None  # it was made for the weights before
         with tempfile.TemporaryDirectory(prefix="headrace-sglang-") as folder:
             outcome = Path(folder) / "outcome"
             # File descriptors, torch's default, do not reach SGLang's processes.

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from headrace.blocks.base import Strict
-from headrace.blocks.recipe import Backend
+from headrace.blocks.recipe import Backend, Lora
 
 
 class RolloutSpec(Strict):
@@ -17,6 +17,8 @@ class RolloutSpec(Strict):
     """Weights, activations and key-value cache; published weights must come in it."""
     head_dtype: Literal["model", "float32"] = "model"
     """Of the output head."""
+    lora: Lora | None = None
+    """Every version is such an adapter of the model; left out, it is a whole model."""
     gpus: int = Field(0, ge=0)
     """GPUs of this engine; 0 = CPU."""
     threads: int = Field(1, ge=1)
@@ -31,6 +33,8 @@ class RolloutSpec(Strict):
             raise ValueError(f"python names the environment of vllm, sglang or trtllm; backend is {self.backend.kind}")
         if self.backend.kind == "transformers" and self.gpus > 1:
             raise ValueError(f"gpus is {self.gpus}, but the transformers back end uses at most one: choose vllm")
+        if self.lora is not None and self.backend.kind == "transformers":
+            raise ValueError("the transformers back end serves no LoRA adapters: choose vllm or sglang")
         return self
 
 

@@ -102,7 +102,6 @@ class VLLM:
         # As pause_generation, without the 20 ms that it then sleeps for callers who want the last outputs first.
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         arguments = {"source": source, "expect": expect, "deadline_s": deadline_s}
-        self._adapter = None  # it was made for the weights before
         try:
             outcomes = await self.llm.collective_rpc("headrace_load_weights", kwargs=arguments)
             self._empty = self._empty and any("error" in outcome for outcome in outcomes)

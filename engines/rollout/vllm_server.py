@@ -5,8 +5,8 @@ from pathlib import Path
 
 from headrace.blocks.fp8 import BLOCK, quantised, unservable
 from headrace.blocks.recipe import VLLMRollout
+from headrace.engines.folder import parameter_shapes
 from headrace.engines.rollout.errors import UnsupportedModel
-from headrace.engines.rollout.folder import parameter_shapes
 from headrace.engines.rollout.spec import RolloutSpec
 from headrace.engines.rollout.vllm_child import START_METHOD
 
@@ -56,9 +56,9 @@ def flags(spec: RolloutSpec) -> list[str]:
         given += ["--gpu-memory-utilization", str(backend.gpu_memory_utilization)]
     if backend.kv_cache_memory_bytes:
         given += ["--kv-cache-memory-bytes", str(backend.kv_cache_memory_bytes)]
-    if backend.max_lora_rank:  # the next version is loaded beside the one in use
+    if spec.lora is not None:  # the next version is loaded beside the one in use
         given += ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "2"]
-        given += ["--max-lora-rank", str(backend.max_lora_rank)]
+        given += ["--max-lora-rank", str(max_lora_rank(spec.lora.rank))]
     overrides: dict[str, object] = {}
     if spec.head_dtype == "float32":
         overrides["head_dtype"] = "float32"
@@ -82,6 +82,11 @@ def fp8_layers(model: Path) -> dict[str, object]:
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": ["lm_head", *(name.removesuffix(".weight") for name in others)],
     }
+
+
+def max_lora_rank(rank: int) -> int:
+    """vLLM's kernels have room for powers of two from 8 on; smaller adapters use a part of it."""
+    return max(8, 1 << (rank - 1).bit_length())
 
 
 def step_graphs(largest: int) -> dict[str, object]:

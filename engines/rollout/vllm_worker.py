@@ -72,8 +72,6 @@ class HeadraceWorker:
             except Exception as error:  # vLLM's own, of a model that takes other weights than its folder says
                 traceback.print_exc()
                 return {"error": f"vLLM: {type(error).__name__}: {error}", "spoiled": loading.begun}
-        if worker.vllm_config.lora_config is not None:
-            worker.model_runner.reset_lora_state()
         self._copies = copies
         return {"served": served.model_dump()}
 
@@ -142,10 +140,9 @@ class _Loading:
         """Raises WeightError when a parameter of the model was not loaded."""
         if self._copies.known:  # the copies of a load that was complete
             return
-        # With LoRA adapters vLLM wraps layers; it finds what is theirs by the names that they had before.
         caches = _quantised_caches(self._model)
-        names = [name for name, _ in self._model.named_parameters() if name.rpartition(".")[0] not in caches]
-        missing = {name.replace(".base_layer.", ".") for name in names} - self._copies.loaded
+        names = {name for name, _ in self._model.named_parameters() if name.rpartition(".")[0] not in caches}
+        missing = names - self._copies.loaded
         if model_config.hf_text_config.tie_word_embeddings:
             missing.discard("lm_head.weight")
         if missing:

@@ -91,10 +91,35 @@ def test_fp8_is_for_vllm_on_gpus_and_bfloat16():
         Recipe.model_validate(
             {**base, "model": {"dtype": "float32"}, "rollout": {"backend": fp8}, "roles": gpus},
         )
+    with pytest.raises(ValidationError, match="fp8 is for whole models"):
+        lora = {"dtype": "bfloat16", "lora": {"rank": 16}}
+        Recipe.model_validate({**base, "model": lora, "rollout": {"backend": fp8}, "roles": gpus})
     with pytest.raises(ValidationError, match=r"not for weights\.transport: store"):
         Recipe.model_validate({**base, "rollout": {"backend": fp8}, "roles": gpus, "weights": {"transport": "store"}})
     with pytest.raises(ValidationError, match="quantization"):
         Recipe.model_validate({**base, "rollout": {"backend": {"kind": "sglang", "quantization": "fp8"}}})
+
+
+LORA = {"model": {"lora": {"rank": 16}}}
+
+
+def test_lora_is_for_engines_that_serve_adapters():
+    recipe = Recipe.model_validate({"base": "quickstart-vllm", **LORA})
+    assert recipe.model.lora is not None and (recipe.model.lora.rank, recipe.model.lora.alpha) == (16, 32)
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+    gpus = {"roles": {role: {"pool": "gpu", "gpus": 1} for role in ("actor", "rollout")}}
+    Recipe.model_validate({"base": "quickstart", **LORA, **gpus, "rollout": {"backend": {"kind": "sglang"}}})
+    for over, why in (
+        ({"base": "quickstart"}, "back end transformers serves no adapters; set rollout.backend.kind: vllm"),
+        ({"rollout": {"backend": {"kind": "vllm", "openai_port": 0}}}, "would serve the base without its adapter"),
+        ({**gpus, "weights": {"transport": "nccl"}}, "adapters travel through host memory"),
+        ({**gpus, "weights": {"transport": "cuda-ipc"}}, "adapters travel through host memory"),
+        ({"model": {"lora": {"rank": 513}}}, "less than or equal to 512"),
+        ({"model": {"lora": {"alpha": 16}}}, "Field required"),
+        ({"model": {"lora": {"rank": 4, "target_modules": []}}}, "at least 1 item"),
+    ):
+        with pytest.raises(ValidationError, match=why):
+            Recipe.model_validate({"base": "quickstart-vllm", **LORA, **over})
 
 
 def test_the_run_form_has_no_defaults_that_would_override_the_base():

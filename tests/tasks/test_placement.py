@@ -59,3 +59,12 @@ def test_every_worker_of_vllm_pulls() -> None:
     given = {"base": "quickstart", "roles": {"rollout": {"pool": "rollout", "gpus": 4}}}
     assert workers(Recipe.model_validate(given | {"rollout": {"backend": {"kind": "vllm"}}})) == 4
     assert workers(recipe()) == 1
+
+
+def test_the_host_pulls_an_adapter_once_through_host_memory() -> None:
+    given = {"base": "quickstart", "model": {"lora": {"rank": 4}}, "rollout": {"backend": {"kind": "vllm"}}}
+    pool = {"pool": "gpu", "gpus": 4}
+    of_gpus = Recipe.model_validate(given | {"roles": {"actor": pool, "rollout": pool}})
+    assert workers(of_gpus) == 1
+    assert transport_for(of_gpus, lease("actor", "a"), [lease("rollout", "a")]) == "shm"
+    assert transport_for(of_gpus, lease("actor", "a"), [lease("rollout", "b")]) == "tcp"

@@ -48,3 +48,19 @@ def test_a_full_disk_is_seen_before_the_start(tiny_model, monkeypatch, tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(RecipeRefused, match="GB free"):
         check_recipe(_recipe(tiny_model))
+
+
+def test_lora_on_layers_that_the_model_does_not_have_is_refused(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    model = {"path": str(tiny_model), "lora": {"rank": 4, "target_modules": ["q_proj", "lm_head", "w1"]}}
+    with pytest.raises(RecipeRefused, match=r"no linear layer is called lm_head, w1; this model has down_proj, gate"):
+        check_recipe(Recipe.model_validate({"base": "quickstart-vllm", "model": model}))
+
+
+def test_the_state_of_an_adapter_takes_little_disk(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(2_000_000, 0, 1_000_000))
+    model = {"path": str(tiny_model)}
+    with pytest.raises(RecipeRefused, match="GB free"):
+        check_recipe(Recipe.model_validate({"base": "quickstart-vllm", "model": model}))
+    check_recipe(Recipe.model_validate({"base": "quickstart-vllm", "model": model | {"lora": {"rank": 2}}}))

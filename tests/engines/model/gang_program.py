@@ -28,8 +28,9 @@ def main() -> None:
         if action == "train":
             metrics = engine.train(random_experience(random_samples(seed=argument), seed=argument), config)
             results.append({k: v for k, v in metrics.items() if k != "seconds"})
-        elif action == "logprobs":
-            results.append(engine.logprobs(random_samples(seed=argument), "policy").tolist())
+        elif action in ("logprobs", "reference"):
+            which = "policy" if action == "logprobs" else "reference"
+            results.append(engine.logprobs(random_samples(seed=argument), which).tolist())
         elif action == "probe":
             engine.probe(argument)
         elif action == "save":

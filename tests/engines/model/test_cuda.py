@@ -10,17 +10,18 @@ from tests.engines.model.conftest import RunGang
 ACTIONS = [("logprobs", 9), *(("train", i) for i in range(3)), ("logprobs", 9), ("logprobs", 8)]
 
 
-def runs(run_gang: RunGang, model: Path, dtype: str, ranks: int) -> tuple[list, list]:
+def runs(run_gang: RunGang, model: Path, dtype: str, ranks: int, **more: object) -> tuple[list, list]:
     """Results on the CPU and on ``ranks`` GPUs."""
-    spec = {"model": str(model), "dtype": dtype, "tokens_per_microbatch": 100}
+    spec = {"model": str(model), "dtype": dtype, "tokens_per_microbatch": 100, **more}
     return run_gang(ACTIONS, **spec), run_gang(ACTIONS, ranks=ranks, device="cuda", **spec)
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_float32_on_gpus_equals_the_cpu(run_gang: RunGang, tiny_model: Path, ranks: int) -> None:
+def test_float32_on_gpus_equals_the_cpu(run_gang: RunGang, tiny_model: Path, ranks: int, lora: object) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    cpu, gpu = runs(run_gang, tiny_model, "float32", ranks)
+    cpu, gpu = runs(run_gang, tiny_model, "float32", ranks, lora=lora)
     for place in (0, 4, 5):
         assert gpu[place] == pytest.approx(cpu[place], abs=2e-3), f"result {place}"
     for one, two in zip(cpu[1:4], gpu[1:4], strict=True):

@@ -47,9 +47,9 @@ async def measured(
 ) -> tuple[Found, Found, Found]:
     """(changed, own, before). ``heads``: the trainer's; vLLM keeps the model's dtype unless it is named."""
     python = broken(PYTHON, fault, folder) if fault else PYTHON
-    rollout_head = backend.pop("rollout_head", "model")
+    rollout_head, lora = backend.pop("rollout_head", "model"), backend.pop("lora", None)
     vllm = {"kind": "vllm", "max_model_len": 512, "max_num_seqs": 16, "kv_cache_memory_bytes": 100_000_000, **backend}
-    common = {"model": str(model), "dtype": dtype}
+    common = {"model": str(model), "dtype": dtype, "lora": lora}
     actor = EngineSpec.model_validate(common | {"head_dtype": heads, "temperature": TEMPERATURE})
     rollout = RolloutSpec.model_validate(
         common | {"head_dtype": rollout_head, "python": python, "backend": VLLMRollout.model_validate(vllm)}
@@ -102,3 +102,16 @@ async def test_d_a_bfloat16_head_against_a_float32_one(model: Path, tmp_path: Pa
     changed, own, _ = await measured(tmp_path / "both", model, **given)
     assert not changed.excesses("bfloat16", "float32") and not own.excesses("bfloat16", "float32")
     assert max(changed["behaviour/bfloat16_share"], own["behaviour/bfloat16_share"]) < 0.3
+
+
+async def test_e_the_base_instead_of_the_adapter(model: Path, tmp_path: Path):
+    """A new adapter changes nothing, so only the round with changed weights can see it, and by far."""
+    (tmp_path / "healthy").mkdir()
+    lora = {"lora": {"rank": 4, "alpha": 8}, "dtype": "bfloat16"}
+    changed, own, before = await measured(tmp_path / "healthy", model, **lora)
+    assert not changed.excesses("bfloat16") and not own.excesses("bfloat16")
+    assert before["mismatch/kl_k3"] > 0.1
+    (tmp_path / "broken").mkdir()
+    changed, own, before = await measured(tmp_path / "broken", model, fault="base instead of the adapter", **lora)
+    assert "kl_k3" in {e.name for e in changed.excesses("bfloat16")}
+    assert not own.excesses("bfloat16") and not before.excesses("bfloat16")

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from headrace.engines.rollout.child import Heard, Program, Refused, Sampling, connect, refuse
@@ -45,7 +46,10 @@ class Scripted:
             return [{"error": "no such weights", "spoiled": False}]
         return [{"served": {"version": version, "digest": f"d{version}"}}]
 
-    async def load_adapter(self, path: str, version: int) -> None: ...
+    async def load_adapter(self, path: str, version: int) -> None:
+        about = json.loads((Path(path) / "adapter_config.json").read_text())
+        if version == 666 or about["r"] != 2 or not (Path(path) / "adapter_model.safetensors").is_file():
+            raise ValueError("no such adapter")
 
     async def reset_caches(self) -> None: ...
 

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from headrace.blocks.recipe import Lora
 from headrace.blocks.weights import WeightSource
+from headrace.engines.checkpoint import publish
 from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.folder import parameter_shapes
+from headrace.engines.lora import adapter_of, adapter_shapes
 from headrace.engines.rollout import errors, hosted
 from headrace.engines.rollout.base import START_VERSION, Completion, Request, Sampling
 from headrace.engines.rollout.counter import sample_seed
@@ -112,6 +117,49 @@ async def test_a_load_that_fails_ends_what_is_under_way(engines):
     assert {c.finish_reason for cs in (await running).values() for c in cs} == {"abort"}
     with pytest.raises(errors.NotServing, match="version 666"):
         await collect(engine, requests())
+
+
+async def test_an_adapter_is_pulled_by_the_host_and_one_that_the_engine_refuses_is_not_served(
+    engines, tiny_model: Path, tmp_path: Path
+):
+    lora = Lora.model_validate({"rank": 2, "target_modules": ["v_proj"]})
+    engines.spec = engines.spec.model_copy(update={"lora": lora})
+    engine = await engines()
+    adapter = adapter_of(tiny_model, lora)
+    shapes = adapter_shapes(parameter_shapes(tiny_model), lora.rank, adapter.target_modules)
+
+    async def load(version: int) -> str:
+        """Publishes it, has the engine load it, and returns its digest."""
+        kept = WeightSource(version=version, transport="store", address=f"v{version}", store=str(tmp_path))
+        manifest = publish(
+            ((name, torch.full(shape, float(version))) for name, shape in shapes.items()),
+            [(name, "bfloat16", shape) for name, shape in shapes.items()],
+            train_step=version,
+            adapter=adapter,
+            **kept.model_dump(exclude={"delta"}),
+        )
+        served = await engine.load_weights(kept, deadline_s=5)
+        assert (served.version, served.digest) == (version, manifest.digest) and served == await engine.served()
+        assert served.nbytes == 2 * 2 * 2 * (64 + 32)
+        return served.digest
+
+    running = asyncio.create_task(collect(engine, requests(max_tokens=60)))
+    await asyncio.sleep(0.1)
+    digest = await load(7)
+    assert {v for cs in (await running).values() for c in cs for v, _ in c.weight_spans} == {START_VERSION, 7}
+    running = asyncio.create_task(collect(engine, requests(max_tokens=60)))
+    await asyncio.sleep(0.1)
+    with pytest.raises(WeightError, match="Scripted refused it: ValueError: no such adapter"):
+        await load(666)
+    assert await engine.served() is None
+    with pytest.raises(errors.NotServing, match="version 666"):
+        await collect(engine, requests())
+    # What was under way goes on as it was.
+    assert {tuple(c.weight_spans) for cs in (await running).values() for c in cs} == {((7, 60),)}
+    assert await load(8) != digest
+    assert len(await collect(engine, requests())) == 2
+    [folder] = Path(engine._folder.name).glob("adapter-*")
+    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 async def test_a_wrong_number_of_logprobs(engines):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -18,11 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from headrace.blocks.recipe import VLLMRollout
+from headrace.blocks.recipe import Lora, VLLMRollout
 from headrace.blocks.weights import Adapter, WeightManifest, WeightSource
 from headrace.engines.checkpoint import WeightError, publish
-from headrace.engines.checkpoint.adapter import digest_of
+from headrace.engines.folder import parameter_shapes
 from headrace.engines.guard import descendants
+from headrace.engines.lora import adapter_of, adapter_shapes
 from headrace.engines.model.folder import beside
 from headrace.engines.rollout.base import START_VERSION, Completion, Request, Sampling
 from headrace.engines.rollout.counter import sample_seed
@@ -100,32 +100,36 @@ async def test_a_kept_version_is_a_model_folder(make_model, tmp_path: Path, monk
         await engine.close()
 
 
+LORA = Lora(rank=4, alpha=8, target_modules=["q_proj", "down_proj"])
+
+
 @pytest.fixture
 async def adapted(models: tuple[Path, Path], tmp_path: Path) -> AsyncIterator[VLLMEngine]:
-    engine = await VLLMEngine.start(spec(models[0], max_lora_rank=8), tmp_path)
+    engine = await VLLMEngine.start(spec(models[0]).model_copy(update={"lora": LORA}), tmp_path)
     yield engine
     await engine.close()
 
 
-def adapter_of(model: Path, folder: Path, seed: int = 0, rank: int = 8) -> tuple[dict[str, str], Path]:
-    """A random LoRA adapter of two kinds of layers: (path and digest, folder of the model with it added)."""
-    draw = torch.Generator().manual_seed(seed)
+def kept_adapter(
+    model: Path, folder: Path, version: int, lora: Lora = LORA, **changes: Any
+) -> tuple[WeightSource, WeightManifest, Path]:
+    """A random LoRA adapter of ``model``, published into the store ``folder``; and the model with it merged in.
+
+    changes: what its manifest says of it beside the truth.
+    """
+    draw = torch.Generator().manual_seed(version)
+    about = adapter_of(model, lora).model_copy(update=changes)
     weights = load_file(model / "model.safetensors")
-    adapter: dict[str, torch.Tensor] = {}
-    for name in [name for name in weights if "q_proj" in name or "down_proj" in name]:
-        out, into = weights[name].shape
-        a, b = torch.randn(rank, into, generator=draw) / 8, torch.randn(out, rank, generator=draw) / 8
-        module = "base_model.model." + name.removesuffix(".weight")
-        adapter |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-        weights[name] = weights[name] + 2.0 * b @ a
-    path, merged = folder / "adapter", folder / "merged"
-    path.mkdir(parents=True)
-    save_file(adapter, path / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "down_proj"]}
-    (path / "adapter_config.json").write_text(json.dumps(about | {"task_type": "CAUSAL_LM", "bias": "none"}))
+    shapes = adapter_shapes(parameter_shapes(model), lora.rank, about.target_modules)
+    adapter = {name: torch.randn(shape, generator=draw) / 8 for name, shape in shapes.items()}
+    for name, a in adapter.items():
+        if ".lora_A." in name:
+            layer = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            weights[layer] = weights[layer] + lora.alpha / lora.rank * adapter[name.replace(".lora_A.", ".lora_B.")] @ a
+    merged = folder / f"merged-{version}"
     shutil.copytree(model, merged)
     save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
-    return {"path": str(path), "digest": digest_of(path)}, merged
+    return *keep(adapter, folder, version, adapter=about), merged
 
 
 async def test_the_door_wants_the_key(engine: VLLMEngine):
@@ -252,39 +256,54 @@ async def test_samples_go_on_from_the_tokens_that_they_have(
 async def test_adapters_are_served_by_version(adapted: VLLMEngine, models: tuple[Path, Path], tmp_path: Path):
     """Each against transformers with the adapter's product added to the weights."""
     merged: dict[int, Path] = {}
-    await adapted.load_weights(published(models[0], tmp_path, 1), deadline_s=20)
-    compare(await collect(adapted, requests()), models[0], 1.0, 1)
-    for version in (2, 3):
-        adapter, merged[version] = adapter_of(models[0], tmp_path / str(version), seed=version)
-        served = await adapted.load_adapter(Adapter(version=version, **adapter), deadline_s=20)
-        assert (served.version, served.digest) == (version, adapter["digest"]) and served == await adapted.served()
-        assert adapted.fingerprint()["adapter"] == adapter["digest"]
+    compare(await collect(adapted, requests()), models[0], 1.0, START_VERSION)
+    for version in (1, 2):
+        source, manifest, merged[version] = kept_adapter(models[0], tmp_path, version)
+        served = await adapted.load_weights(source, deadline_s=20)
+        assert (served.version, served.digest) == (version, manifest.digest) and served == await adapted.served()
+        assert served.wire_nbytes == served.nbytes == manifest.plan.nbytes == 2 * 4 * 4 * (64 + 128 + 128 + 64)
         compare(await collect(adapted, requests()), merged[version], 1.0, version)
     # One that comes while samples are under way.
-    adapter, merged[4] = adapter_of(models[0], tmp_path / "4", seed=4)
+    source, _, merged[3] = kept_adapter(models[0], tmp_path, 3)
     generating = asyncio.create_task(collect(adapted, requests(max_tokens=450, n=MORE)))
     await sampling(adapted, 200)
-    await adapted.load_adapter(Adapter(version=4, **adapter), deadline_s=20)
+    await adapted.load_weights(source, deadline_s=20)
     groups = await generating
-    assert (3, 4) in {tuple(v for v, _ in c.weight_spans) for cs in groups.values() for c in cs}
+    assert (2, 3) in {tuple(v for v, _ in c.weight_spans) for cs in groups.values() for c in cs}
     compare_spans(groups, merged)
-    # Others are refused, and the one in use is served on.
-    with pytest.raises(WeightError, match="has digest"):
-        await adapted.load_adapter(Adapter(version=5, path=adapter["path"], digest="0"), deadline_s=20)
-    large, _ = adapter_of(models[0], tmp_path / "6", rank=16)
-    with pytest.raises(WeightError, match=r"refused it.*rank"):
-        await adapted.load_adapter(Adapter(version=6, **large), deadline_s=20)
-    compare(await collect(adapted, requests()), merged[4], 1.0, 4)
-    # Weights end it.
-    await adapted.load_weights(published(models[1], tmp_path, 7), deadline_s=20)
-    compare(await collect(adapted, requests()), models[1], 1.0, 7)
-    assert adapted.fingerprint()["adapter"] == "none"
+    folder = Path(adapted._folder.name)
+    assert len(list(folder.glob("adapter-*"))) == 1, "those that were replaced are deleted"
 
 
-async def test_adapters_want_an_engine_that_was_started_for_them(engine: VLLMEngine, models, tmp_path: Path):
-    adapter, _ = adapter_of(models[0], tmp_path)
-    with pytest.raises(WeightError, match="max_lora_rank"):
-        await engine.load_adapter(Adapter(version=2, **adapter), deadline_s=20)
+async def test_what_is_not_this_engines_adapter_is_refused_before_the_first_byte(
+    adapted: VLLMEngine, models: tuple[Path, Path], tmp_path: Path
+):
+    """Planted: the base's weights, another rank, another base; and then tensors that vLLM cannot take."""
+    rank, _, _ = kept_adapter(models[0], tmp_path, 2, LORA.model_copy(update={"rank": 8}))
+    base, _, _ = kept_adapter(models[1], tmp_path, 3)
+    bare = load_file(models[0] / "model.safetensors")
+    disguised, _ = keep(bare, tmp_path, 4, adapter=adapter_of(models[0], LORA))
+    for wrong, why in (
+        (published(models[0], tmp_path, 1), "a whole model was published, but this engine serves a LoRA adapter"),
+        (rank, "a LoRA adapter of rank 8.*but this engine serves a LoRA adapter of rank 4"),
+        (base, "of base .* but this engine serves"),
+        (disguised, "lora_A.weight is missing"),
+    ):
+        with pytest.raises(WeightError, match=why):
+            await adapted.load_weights(wrong, deadline_s=20)
+        assert await adapted.served() is None
+        with pytest.raises(NotServing, match=f"version {wrong.version}"):
+            await collect(adapted, requests())
+    good, _, merged = kept_adapter(models[0], tmp_path, 5)
+    await adapted.load_weights(good, deadline_s=20)
+    compare(await collect(adapted, requests()), merged, 1.0, 5)
+
+
+async def test_an_engine_of_whole_models_refuses_an_adapter(engine: VLLMEngine, models, tmp_path: Path):
+    source, _, _ = kept_adapter(models[0], tmp_path, 40)
+    with pytest.raises(WeightError, match="but this engine serves a whole model"):
+        await engine.load_weights(source, deadline_s=20)
+    await engine.load_weights(published(models[0], tmp_path, 41), deadline_s=20)
 
 
 async def test_a_killed_engine_is_an_error_with_its_log_and_its_tokens(models: tuple[Path, Path], tmp_path: Path):
@@ -441,12 +460,23 @@ def compare_spans(
 
 
 def published(model: Path, store: Path, version: int) -> WeightSource:
-    send(model, version, transport="store", address=f"weights/{version}", store=str(store))
-    return WeightSource(version=version, transport="store", address=f"weights/{version}", store=str(store))
+    return keep(load_file(model / "model.safetensors"), store, version)[0]
 
 
 def send(model: Path, version: int, **where: Any) -> WeightManifest:
-    tensors = load_file(model / "model.safetensors")
+    return send_tensors(load_file(model / "model.safetensors"), version, **where)
+
+
+def keep(
+    tensors: dict[str, torch.Tensor], store: Path, version: int, adapter: Adapter | None = None
+) -> tuple[WeightSource, WeightManifest]:
+    """Publishes into a store."""
+    source = WeightSource(version=version, transport="store", address=f"weights/{version}", store=str(store))
+    where = source.model_dump(include={"transport", "address", "store"})
+    return source, send_tensors(tensors, version, adapter=adapter, **where)
+
+
+def send_tensors(tensors: dict[str, torch.Tensor], version: int, **where: Any) -> WeightManifest:
     return publish(
         iter(tensors.items()),
         [(name, "float32", list(tensor.shape)) for name, tensor in tensors.items()],

@@ -30,6 +30,16 @@ def test_every_setting_that_changes_numbers_is_given():
     assert pairs["--max-num-batched-tokens"] == "4096"  # without chunks a prompt must fit into one batch
 
 
+@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (48, 64), (512, 512)])
+def test_adapters_get_the_room_that_vllm_has(rank: int, room: int):
+    spec = {"model": "m", "python": "python", "backend": {"kind": "vllm"}, "lora": {"rank": rank}}
+    pairs = dict(itertools.pairwise(flags(RolloutSpec.model_validate(spec))))
+    assert pairs["--max-lora-rank"] == str(room) and "--enable-lora" in pairs
+    assert "--enable-lora" not in flags(RolloutSpec.model_validate(spec | {"lora": None}))
+    with pytest.raises(ValidationError, match="serves no LoRA adapters"):
+        RolloutSpec.model_validate(spec | {"python": "", "backend": {"kind": "transformers"}})
+
+
 def test_a_gpu_gets_graphs_of_whole_steps_when_asked():
     recipe = {"kind": "vllm", "max_num_seqs": 96, "enforce_eager": False, "step_graphs": True}
     spec = RolloutSpec(model="m", gpus=1, threads=1, python="python", backend=VLLMRollout.model_validate(recipe))

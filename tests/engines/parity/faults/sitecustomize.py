@@ -24,6 +24,16 @@ def silent_load(module: ModuleType) -> None:
     module._Loading = Loading  # type: ignore[attr-defined]
 
 
+def base_instead_of_adapter(module: ModuleType) -> None:
+    """Adapters arrive, their digest is right, vLLM takes them, and requests are answered by the base."""
+    before = module.AsyncLLM.generate
+
+    def generate(self: Any, *given: Any, **named: Any) -> Any:
+        return before(self, *given, **named | {"lora_request": None})
+
+    module.AsyncLLM.generate = generate
+
+
 def stale_head(module: ModuleType) -> None:
     """A tied output head keeps a packed copy of the old embedding: a defect that vLLM 0.32 has on CPUs."""
     module._repack_tied_head = _ignore  # type: ignore[attr-defined]
@@ -47,6 +57,7 @@ def unsalted(module: ModuleType) -> None:
 WORKER = "headrace.engines.rollout.vllm_worker"
 FAULTS: dict[str, dict[str, Callable[[ModuleType], None]]] = {
     "silent load": {WORKER: silent_load},
+    "base instead of the adapter": {"vllm.v1.engine.async_llm": base_instead_of_adapter},
     "stale head": {WORKER: stale_head},
     "lasting prefix cache": {"vllm.v1.core.block_pool": lasting_cache, "vllm.v1.request": unsalted},
 }

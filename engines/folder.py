@@ -1,7 +1,9 @@
-"""What a model folder holds, read from its headers: no tensor, no torch."""
+"""What a model folder holds, read without torch."""
 
 import json
 from pathlib import Path
+
+import xxhash
 
 from headrace.engines.rollout.errors import UnsupportedModel
 
@@ -25,3 +27,14 @@ def parameter_shapes(folder: Path) -> dict[str, list[int]]:
     if json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
     return shapes
+
+
+def model_id(folder: Path) -> str:
+    """Hash of a model folder's weights and configuration: what version 0 is."""
+    digest = xxhash.xxh3_128()
+    for path in sorted([*folder.glob("*.safetensors"), folder / "config.json", folder / "tokenizer.json"]):
+        if path.is_file():
+            with path.open("rb") as f:
+                while block := f.read(1 << 22):
+                    digest.update(block)
+    return digest.hexdigest()
