@@ -7,13 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 MB = 1 << 20
 PARTITION = 16 * MB
 TENSOR = 40 * MB
 """The largest tensor on the wire (bfloat16); the iterator makes it in float32."""
 SLACK = 12 * MB
-"""Threads, event loop, allocator; the model has 400 MB."""
+"""Threads, event loop, allocator, on a GPU the hash's sums; the model has 400 MB."""
 
 SIDE = """
 import pathlib, sys, threading, time, torch
@@ -21,15 +22,18 @@ from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint import publish, pull, reserve
 
 side, transport, address, store, quantization = sys.argv[1:]
+device = "cuda" if transport == "cuda-ipc" else "cpu"
 MB = 1 << 20
 sizes = [4] * 40 + [40] + [4] * 40 + [40]  # MB on the wire, 400 in all
 metas = [(f"t{i}_proj.weight", "float32", [size * MB // 2048, 1024]) for i, size in enumerate(sizes)]
 
 def tensors():
     for i, (name, _, shape) in enumerate(metas):
-        yield name, torch.full(shape, float(i))
+        yield name, torch.full(shape, float(i), device=device)
 
 def peak():
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
 def run(metas, tensors):
@@ -46,11 +50,12 @@ def run(metas, tensors):
         address = told.read_text()
     if side == "publish":
         publish(tensors, metas, version=1, train_step=1, transport=transport, address=address, store=store,
-                quantization=quantization or None, partition_bytes=16 * MB, deadline_s=60)
+                quantization=quantization or None, partition_bytes=16 * MB, device=device, deadline_s=60)
     else:
         source = WeightSource(version=1, transport=transport, address=address, store=store)
         last = {}
-        pull(source, lambda name, tensor: last.update({name: float(tensor[-1, -1])}), deadline_s=60)
+        pull(source, lambda name, tensor: last.update({name: float(tensor[-1, -1])}), device=device,
+             deadline_s=60)
         if quantization:
             last = {name: value * last[name + "_scale_inv"] for name, value in last.items() if name[-3:] != "inv"}
         assert [round(value, 3) for value in last.values()] == [float(i) for i in range(len(sizes))], last
@@ -84,12 +89,17 @@ def used(process: subprocess.Popen[str]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("transport", "quantization"), [("shm", ""), ("store", ""), ("tcp", ""), ("nixl", ""), ("shm", "fp8")]
+    ("transport", "quantization"),
+    [("shm", ""), ("store", ""), ("tcp", ""), ("nixl", ""), ("shm", "fp8"), ("cuda-ipc", "")],
 )
 def test_memory_does_not_grow_with_the_model(transport: str, quantization: str, tmp_path: Path) -> None:
     if transport == "nixl" and not find_spec("nixl_cu12"):
         pytest.skip("NIXL is not installed")
-    arguments = (transport, tmp_path / "w", tmp_path) if transport == "shm" else (transport, "w", tmp_path)
+    if transport == "cuda-ipc" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    arguments = (
+        (transport, tmp_path / "w", tmp_path) if transport in ("shm", "cuda-ipc") else (transport, "w", tmp_path)
+    )
     arguments = (*arguments, quantization)
     publisher = side("publish", *arguments)
     if transport == "store":
