@@ -71,7 +71,9 @@ def _model_problems(recipe: Recipe) -> list[str]:
     problems = []
     if not list(folder.glob("*.safetensors")):
         problems.append(f"model.path: {folder} has no *.safetensors")
-    elif getattr(recipe.rollout.backend, "quantization", None) and (why := unservable(parameter_shapes(folder))):
+    elif getattr(recipe.rollout.backend, "quantization", None) and (
+        why := unservable(parameter_shapes(folder), recipe.roles.rollout.gpus)
+    ):
         problems.append(f"rollout.backend.quantization: {folder} cannot be served in blocks of FP8: {why}")
     tokenizer = folder / "tokenizer_config.json"
     if not tokenizer.is_file():

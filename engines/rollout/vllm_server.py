@@ -63,17 +63,17 @@ def flags(spec: RolloutSpec) -> list[str]:
     if spec.head_dtype == "float32":
         overrides["head_dtype"] = "float32"
     if backend.quantization:
-        overrides["quantization_config"] = fp8_layers(Path(spec.model))
+        overrides["quantization_config"] = fp8_layers(Path(spec.model), spec.gpus)
         given += ["--load-format", "dummy"]  # the folder has other weights; they come as the first version
     if overrides:
         given += ["--hf-overrides", json.dumps(overrides)]
     return given
 
 
-def fp8_layers(model: Path) -> dict[str, object]:
+def fp8_layers(model: Path, gpus: int) -> dict[str, object]:
     """What an FP8 checkpoint of the model would say in its config.json. Raises UnsupportedModel."""
     shapes = parameter_shapes(model)
-    if why := unservable(shapes):
+    if why := unservable(shapes, gpus):
         raise UnsupportedModel(f"{model} cannot be served in blocks of FP8: {why}; remove rollout.backend.quantization")
     others = [name for name, shape in shapes.items() if len(shape) > 1 and not quantised(name, shape)]
     return {

@@ -67,6 +67,10 @@ def test_a_model_whose_sizes_do_not_fit_is_told_as_such() -> None:
     assert unservable(good) == ""
     assert "b.k_proj.weight is [192, 576]" in unservable(good | {"b.k_proj.weight": [192, 576]})
     assert "2 more" in unservable({f"l{i}.up_proj.weight": [128, 64] for i in range(5)})
+    cut = good | {"a.k_proj.weight": [128, 128], "a.o_proj.weight": [128, 512], "a.up_proj.weight": [512, 128]}
+    assert unservable(cut, gpus=2) == ""
+    assert "a.q_proj.weight is [256, 128] for 4 GPUs" in unservable(cut, gpus=4)
+    assert "a.o_proj.weight is [128, 384]" in unservable(cut | {"a.o_proj.weight": [128, 384]}, gpus=2)
     assert "no weight matrix" in unservable({"lm_head.weight": [256, 128]})
 
 
