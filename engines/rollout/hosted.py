@@ -207,7 +207,7 @@ class HostedEngine:
         await self._call("reset_caches")
 
     async def sleep(self, level: int = 1) -> None:
-        """See ``RolloutEngine.sleep``. Raises ValueError for level 2 with LoRA: no version could bring the base back."""
+        """See ``RolloutEngine.sleep``. Raises ValueError for level 2 with LoRA: no version brings a base back."""
         if level == 2 and self._adapter is not None:
             raise ValueError("an engine of LoRA adapters cannot give its base away: sleep with level 1")
         await self._call("pause", mode="keep", timeout_s=LOAD_LIMIT_S)
