@@ -30,7 +30,7 @@ def turn(weights: Weights, adapter: Adapter | None) -> None:
     """Changes every weight by 6 to 12 % of its size, up or down; done again, the weights are the same bits as before.
 
     It takes no memory: one bit of each float32 mantissa is turned. In an adapter's matrix B, which is zero at first,
-    the bits of a whole number are: one by which the adapter changes what its layers give by about as much.
+    it is all bits of a number, with which the adapter changes what its layers give by about as much.
     """
     in_b = _bits(math.sqrt(adapter.rank) / adapter.alpha) if adapter else 0
     for name, parameter in weights.parameters.items():

@@ -1,4 +1,4 @@
-"""A rollout engine in another environment: the host's side of ``child.Program``. Imports no engine and no torch."""
+"""A rollout engine in another environment: the host's side of ``child.Program``. Imports no engine."""
 
 import asyncio
 import contextlib
@@ -210,7 +210,9 @@ class HostedEngine:
         await self._call("reset_caches")
 
     async def sleep(self, level: int = 1) -> None:
-        """See ``RolloutEngine.sleep``."""
+        """See ``RolloutEngine.sleep``. Raises ValueError for level 2 with LoRA: no version brings a base back."""
+        if level == 2 and self._adapter is not None:
+            raise ValueError("an engine of LoRA adapters cannot give its base away: sleep with level 1")
         await self._call("pause", mode="keep", timeout_s=LOAD_LIMIT_S)
         await self._call("sleep", level=level)
 

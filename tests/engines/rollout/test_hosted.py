@@ -157,6 +157,8 @@ async def test_an_adapter_is_pulled_by_the_host_and_one_that_the_engine_refuses_
     # What was under way goes on as it was.
     assert {tuple(c.weight_spans) for cs in (await running).values() for c in cs} == {((7, 60),)}
     assert await load(8) != digest
+    with pytest.raises(ValueError, match="sleep with level 1"):
+        await engine.sleep(level=2)
     assert len(await collect(engine, requests())) == 2
     [folder] = Path(engine._folder.name).glob("adapter-*")
     assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
