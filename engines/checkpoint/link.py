@@ -12,6 +12,9 @@ from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.messages import HEAD, Message, decode, encode, length
 from headrace.engines.checkpoint.rendezvous import connect, parse_address
 
+_AHEAD = 4096
+"""Bytes that are read at a time: several short messages."""
+
 
 class Link:
     """The connection to a publisher. Each wait ends after ``deadline_s`` with a WeightError."""
@@ -24,6 +27,11 @@ class Link:
         """Why the publisher ended this; it may write its slots anew from then on."""
         self._socket, self._descriptor = connect(source, deadline_s, self.error)
         self._out = self._socket.dup()  # sends and receives are in different threads, with timeouts of their own
+        self._out.settimeout(deadline_s)
+        self._timeout = 0.0
+        """Of the socket; to set it takes as long as to receive something."""
+        self._held = bytearray()
+        """Bytes that came and were not yet read."""
 
     @property
     def host(self) -> str:
@@ -43,7 +51,6 @@ class Link:
 
     def send(self, kind: str, **content: Any) -> None:
         try:
-            self._out.settimeout(self.deadline_s)
             self._out.sendall(encode(kind, **content))
         except OSError as error:
             if kind in ("join", "ack") and not isinstance(error, TimeoutError):
@@ -62,16 +69,20 @@ class Link:
     def look(self) -> None:
         """Finds out whether the publisher gave up, from what it has said already. For the thread that receives."""
         with suppress(WeightError):
-            while self.gave_up is None and select.select([self._socket], [], [], 0)[0]:
+            while self.gave_up is None and (self._held or select.select([self._socket], [], [], 0)[0]):
                 self._next(time.monotonic() + 1)
 
     def into(self, memory: memoryview) -> None:
         """Fills ``memory`` with the bytes that follow the last message."""
-        self._fill(memory, time.monotonic() + self.deadline_s)
+        done, end = min(len(self._held), len(memory)), time.monotonic() + self.deadline_s
+        memory[:done] = self._held[:done]
+        del self._held[:done]
+        while done < len(memory):
+            done += self._receive(memory[done:], end)
 
     def ended(self) -> bool:
         """Whether the publisher has hung up."""
-        if not select.select([self._socket], [], [], 0)[0]:
+        if self._held or not select.select([self._socket], [], [], 0)[0]:
             return False
         with suppress(BlockingIOError, TimeoutError):
             return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -93,21 +104,26 @@ class Link:
         return message
 
     def _exactly(self, count: int, end: float) -> bytes:
-        data = bytearray(count)
-        self._fill(memoryview(data), end)
-        return bytes(data)
+        while len(self._held) < count:
+            some = memoryview(bytearray(_AHEAD))
+            self._held += some[: self._receive(some, end)]
+        data = bytes(self._held[:count])
+        del self._held[:count]
+        return data
 
-    def _fill(self, memory: memoryview, end: float) -> None:
-        done = 0
-        while done < len(memory):
-            try:
-                self._socket.settimeout(max(end - time.monotonic(), 1e-3))
-                count = self._socket.recv_into(memory[done:])
-            except OSError as error:
-                raise self._gone(error) from error
-            if not count:
-                raise self._gone(None)
-            done += count
+    def _receive(self, memory: memoryview, end: float) -> int:
+        """Bytes that came, one at least."""
+        left = max(end - time.monotonic(), 1e-3)
+        try:
+            if abs(self._timeout - left) > 0.05 * left:
+                self._timeout = left
+                self._socket.settimeout(left)
+            count = self._socket.recv_into(memory)
+        except OSError as error:
+            raise self._gone(error) from error
+        if not count:
+            raise self._gone(None)
+        return count
 
     def _gone(self, error: OSError | None) -> WeightError:
         if isinstance(error, TimeoutError):

@@ -15,9 +15,11 @@ HEAD = 4
 LIMIT = 256 << 20
 """Bytes of the longest message that is believed; a plan of a hundred thousand tensors has 20 MB."""
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
 
 def encode(kind: str, **content: Any) -> bytes:
-    body = json.dumps({"kind": kind, **content}, separators=(",", ":")).encode()
+    body = _encode({"kind": kind, **content}).encode()
     return len(body).to_bytes(HEAD, "big") + body
 
 
@@ -31,7 +33,7 @@ def length(head: bytes) -> int:
 
 def decode(body: bytes) -> Message:
     """Raises ValueError when it is no message."""
-    message = json.loads(body)
+    message = json.loads(body.decode())
     if not isinstance(message, dict) or "kind" not in message:
         raise ValueError("a message has no kind")
     return message
