@@ -37,9 +37,11 @@ def transport_for(recipe: Recipe, actor: Lease, rollouts: Collection[Lease]) -> 
     return "cuda-ipc" if together and recipe.rollout.backend.kind == "vllm" else "shm"
 
 
-def partition_mb(transport: Transport) -> int:
+def partition_mb(recipe: Recipe, transport: Transport) -> int:
     """Measured: in host memory what stays in a processor's cache is fastest, on GPUs few large partitions are."""
-    return {"cuda-ipc": 1024, "nccl": 1024, "gloo": 64}.get(transport, 16)
+    if transport in ("cuda-ipc", "nccl") or (transport == "nixl" and recipe.roles.actor.gpus):
+        return 1024
+    return 64 if transport == "gloo" else 16
 
 
 def workers(recipe: Recipe) -> int:

@@ -20,6 +20,7 @@ from headrace.blocks.manifest import Manifest
 from headrace.blocks.weights import Served, WeightSource
 from headrace.engines.experience.store import Store
 from headrace.engines.rpc.client import EngineClient
+from headrace.engines.rpc.errors import JobFailed
 from headrace.tasks import placement
 from headrace.tasks.retention import Shelf, versions
 
@@ -39,12 +40,13 @@ async def restore_actor(c: "Campaign", client: EngineClient) -> None:
         await client.call("probe", {"on": True}, job_id=job, deadline_s=c.recipe.deadlines.stage)
 
 
-async def _replay(c: "Campaign", client: EngineClient) -> None:
+async def _replay(c: "Campaign", client: EngineClient, ahead: int = 1) -> None:
+    """ahead: how many steps more than are committed the trainer may have done."""
     log = get_run_logger()
     trained = c.trained()
     at = (await client.health())["train_step"]
-    # One more than committed: the trainer stepped and the campaign died before it heard; the stage will ask again.
-    if at in (len(trained), len(trained) + 1):
+    # One more: the trainer stepped and the campaign died before it heard; the stage will ask again.
+    if at is not None and len(trained) <= at <= len(trained) + ahead:
         return
     usable = [step for step in c.states.complete() if step <= len(trained)]
     start = usable[-1] if usable else 0
@@ -112,21 +114,35 @@ async def _source(c: "Campaign", tag: str, rollouts: list[Lease]) -> WeightSourc
 async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     """Publishes the current version from the actor, has these rollout engines load it and compares what they serve.
 
+    A trainer that is a step ahead, of which the campaign has not heard, is brought back first: else its weights would
+    be served under the version before.
+
     Raises:
         SyncMismatch: version or digest of an engine is not the published one.
         EngineLost: an engine died on the way.
     """
+    try:
+        return await _sync(c, rollouts)
+    except JobFailed as error:
+        if "StepRefused" not in str(error):
+            raise
+    await _replay(c, await c.engines.client("actor", 0), ahead=0)
+    return await _sync(c, rollouts)
+
+
+async def _sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     spec, deadline = c.recipe.weights, c.recipe.deadlines.sync
     tag = f"{c.version}-{c.attempt}-{next(c.sync_numbers)}"
     receivers = await asyncio.gather(*(c.engines.client("rollout", index) for index in rollouts))
     source = await _source(c, tag, [client.lease for client in receivers])
     publish = {
         "version": c.version,
+        "step": c.version if c.probed is None else None,
         "transport": source.transport,
         "address": source.address,
         "store": source.store,
         "receivers": len(rollouts) * placement.workers(c.recipe),
-        "partition_bytes": (spec.partition_mb or placement.partition_mb(source.transport)) << 20,
+        "partition_bytes": (spec.partition_mb or placement.partition_mb(c.recipe, source.transport)) << 20,
         "quantization": getattr(c.recipe.rollout.backend, "quantization", None),
         "delta": spec.delta,
         "deadline_s": deadline,

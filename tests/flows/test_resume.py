@@ -76,6 +76,17 @@ def test_the_same_command_continues_after_the_flow_was_killed(stack, tiny_recipe
     _check(stack, campaign)
 
 
+def test_new_rollout_engines_while_the_trainer_may_be_a_step_ahead(stack, tiny_recipe):
+    following = stack.start("run", str(tiny_recipe), "--campaign", "ahead")
+    stack.wait_for("ahead", lambda p: p.get("iteration", -1) >= 2 and p["stage"] == "train")
+    for what in ("flow", "rollout"):
+        _kill(stack, "ahead", what)
+    following.communicate(timeout=120)
+    again = stack.headrace("run", str(tiny_recipe), "--campaign", "ahead")
+    assert again.returncode == 0, again.stdout + again.stderr
+    _check(stack, "ahead")
+
+
 def test_everything_is_killed_at_once(stack, tiny_recipe):
     following = stack.start("run", str(tiny_recipe), "--campaign", "all-dead")
     stack.wait_for("all-dead", lambda p: p.get("iteration", 0) >= 3)

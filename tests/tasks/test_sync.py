@@ -1,0 +1,84 @@
+"""A version holds the weights of its step, also when the trainer is further than the campaign knows."""
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from headrace.blocks.manifest import Manifest
+from headrace.blocks.recipe import Recipe
+from headrace.blocks.weights import WeightSource
+from headrace.engines.checkpoint import publish, pull
+from headrace.engines.experience.files import Files
+from headrace.engines.experience.store import Store
+from headrace.engines.rpc.errors import JobFailed
+from headrace.tasks import recovery
+from headrace.tasks.recovery import sync, train_job_path
+from headrace.tasks.retention import states
+
+
+class Engines:
+    """A trainer whose weights are its step, and a rollout engine that pulls them."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.served, self.serving = step, None, {}
+        self.lease = SimpleNamespace(node="here", url="http://here", epoch=1)
+
+    async def client(self, role: str, index: int) -> "Engines":
+        return self
+
+    async def health(self) -> dict[str, Any]:
+        return {"train_step": self.step}
+
+    async def call_on(self, client: Any, role: str, index: int, method: str, params: Any, job_id: str, _: float) -> Any:
+        return await self.call(method, params)
+
+    async def call(self, *arguments: Any, job_id: str = "", deadline_s: float = 0) -> Any:
+        method, params = arguments[-2:]
+        if method == "load":
+            self.step = 0
+        elif method == "train":
+            self.step += 1
+        elif method == "publish":
+            return await asyncio.to_thread(self._publish, **params)
+        else:
+            assert method == "load_weights"
+            got: dict[str, torch.Tensor] = {}
+            source = WeightSource.model_validate(params["source"])
+            served = await asyncio.to_thread(pull, source, lambda name, tensor: got.update({name: tensor.clone()}))
+            self.served = float(got["a"][0])
+            return served.model_dump()
+
+    def _publish(self, version: int, step: int | None, **params: Any) -> dict[str, Any]:
+        if step not in (None, self.step):
+            raise JobFailed(f"publish on the actor engine: StepRefused: the trainer is at step {self.step}, not {step}")
+        tensors = iter([("a", torch.full((4096,), float(self.step)))])
+        made = publish(tensors, [("a", "float32", [4096])], version=version, train_step=self.step, **params)
+        layout = {"partition_bytes": params["partition_bytes"], "quantization": None}
+        return {"digest": made.digest, "hashing": made.hashing, **layout}
+
+
+def synced(folder: Path, step: int, monkeypatch: Any) -> Engines:
+    """Version 2 in a campaign that has committed two train stages, from a trainer at ``step``."""
+    monkeypatch.setattr(recovery, "get_run_logger", lambda: SimpleNamespace(info=lambda *_: None))
+    store, engines = Store(f"{folder}/store"), Engines(step)
+    trained = [Manifest(stage="train", step=n, key=f"k{n}") for n in range(2)]
+    for n in range(2):
+        store.put(train_job_path(n), json.dumps({}).encode())
+    c = SimpleNamespace(version=2, attempt=2, sync_numbers=itertools.count(), probed=None, weights_folder="weights")
+    c.recipe = Recipe.model_validate({"base": "quickstart", "weights": {"transport": "store"}})
+    c.folder, c.store, c.url, c.engines = folder, store, store.url, engines
+    c.states, c.trained, c.defer = states(Files(str(folder))), lambda: trained, lambda later: later.close()
+    asyncio.run(sync(c, [0]))  # type: ignore[arg-type]
+    return engines
+
+
+def test_a_trainer_that_is_a_step_ahead_is_brought_back(tmp_path: Path, monkeypatch: Any) -> None:
+    ahead = synced(tmp_path / "ahead", 3, monkeypatch)
+    assert (ahead.step, ahead.served, ahead.serving) == (2, 2.0, {0: 2})
+    there = synced(tmp_path / "there", 2, monkeypatch)
+    assert (there.step, there.served) == (2, 2.0)
