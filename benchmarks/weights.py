@@ -346,7 +346,7 @@ def main() -> int:
     bench = Bench(given.gb, given.partition_mb)
     try:
         if given.sweep:
-            for bench.partition_mb in (4, 16, 32, 64, 128):
+            for bench.partition_mb in (4, 8, 16, 32, 64):
                 seconds = in_turns({"memcpy": bench.memcpy, "shm": lambda: bench.stream("shm")}, bench, given.rounds)
                 middle = {name: round(statistics.median(times), 3) for name, times in seconds.items()}
                 show("sweep", partition_mb=bench.partition_mb, **middle)

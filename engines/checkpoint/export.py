@@ -10,14 +10,12 @@ from torch import Tensor
 
 from headrace.blocks.fp8 import quantised, scales_name
 from headrace.blocks.weights import Partition, Plan, Quantization, WeightManifest
-from headrace.engines.checkpoint.copying import copy_all
+from headrace.engines.checkpoint.copying import copy_all, copy_hashed
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.fp8 import to_blocks
 from headrace.engines.checkpoint.hashes import Hashing
 from headrace.engines.checkpoint.plan import Cut, Planned, digest_of_hashes, dtype_name, wire
 
-_CACHED = 1 << 20
-"""Bytes that are copied and hashed at a time: a part of a core's second cache."""
 _TOGETHER = 64 << 20
 """Bytes whose copies are queued on a GPU at a time, so that their tensors are alive together."""
 
@@ -96,13 +94,7 @@ class Export:
         """Returns the hash of what it wrote: made here, piece by piece, while it is in the cache."""
         state = xxhash.xxh3_128()
         for cut, target in zip(cuts, memory.split_with_sizes([cut.nbytes for cut in cuts]), strict=True):
-            values, target = self._values(cut), target.view(cut.dtype)
-            # From a GPU's memory every copy costs the way there, from the host's it is the cache that counts.
-            step = _CACHED // cut.dtype.itemsize if values.device.type == "cpu" else max(cut.count, 1)
-            for begin in range(0, cut.count, step):
-                written = target[begin : begin + step]
-                written.copy_(values[begin : begin + step])
-                state.update(written.view(torch.uint8).numpy().data)
+            copy_hashed(target.view(cut.dtype), self._values(cut), state)
         return state.hexdigest()
 
     def _fill_gpu(self, cuts: list[Cut], memory: Tensor) -> None:

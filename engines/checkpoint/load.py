@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+import xxhash
 from torch import Tensor
 
 from headrace.blocks.weights import Adapter, Partition, Plan
-from headrace.engines.checkpoint.copying import copy_all
+from headrace.engines.checkpoint.copying import copy_all, copy_hashed
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.plan import Cut, metas_of
 
@@ -106,6 +107,30 @@ class Assembler:
         self.nbytes = 0
         """That were handed over."""
 
+    def write(self, partition: Partition, data: Tensor) -> str | None:
+        """Where all of the partition is used as it comes, in host memory: writes it there and returns the hash (xxh3)
+        of what was written; then it needs no ``feed``. Else None. Another hash than the announced one spoils the model,
+        as a partition that is missing does."""
+        cuts = self._cuts[partition.index]
+        if data.device.type != "cpu" or (targets := self._targets(cuts)) is None:
+            return None
+        state = xxhash.xxh3_128()
+        for target, view in zip(targets, data.split_with_sizes([cut.nbytes for cut in cuts]), strict=True):
+            copy_hashed(target, view, state)
+        if self._settle is not None:
+            self._settle()
+        self.nbytes += partition.nbytes
+        return state.hexdigest()
+
+    def _targets(self, cuts: list[Cut]) -> list[Tensor] | None:
+        found: list[Tensor] = []
+        for cut in cuts:
+            target = self._target(cut) if cut.total else None
+            if target is None or target.device.type != "cpu":
+                return None
+            found.append(target)
+        return found
+
     def feed(self, partition: Partition, data: Tensor) -> None:
         """data: the partition's bytes, uint8 [nbytes], not used after the call."""
         cuts = self._cuts[partition.index]
@@ -121,7 +146,9 @@ class Assembler:
         self.nbytes += partition.nbytes
 
     def _hand_over(self, cut: Cut, view: Tensor, partition: int) -> None:
-        if cut.total and self._in_place(cut, view):
+        if cut.total and (target := self._target(cut)) is not None:
+            self._into.append(target)
+            self._parts.append(view)
             return
         if not cut.total:
             view = torch.empty(0, dtype=torch.uint8, device=view.device)
@@ -136,17 +163,15 @@ class Assembler:
             view, self._open = self._open, None
         self._sink(cut.name, view.view(cut.dtype).view(cut.shape))
 
-    def _in_place(self, cut: Cut, view: Tensor) -> bool:
+    def _target(self, cut: Cut) -> Tensor | None:
+        """The slice's bytes where they are used, uint8."""
         if self._place is None:
-            return False
+            return None
         if cut.start == 0:
             placed = self._place(cut.name)
             self._name = cut.name if placed is not None else ""
             if placed is not None:
                 self._placed = placed.detach().view(-1).view(torch.uint8)
         if self._name != cut.name:
-            return False
-        whole = cut.nbytes == cut.total
-        self._into.append(self._placed if whole else self._placed[cut.start : cut.start + cut.nbytes])
-        self._parts.append(view)
-        return True
+            return None
+        return self._placed if cut.nbytes == cut.total else self._placed[cut.start : cut.start + cut.nbytes]
