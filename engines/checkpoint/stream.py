@@ -119,8 +119,15 @@ class StreamSender:
             self._announce(slot, "full", found or begin_hash(slot, self._hashing))
 
     def commit(self) -> WeightManifest:
-        for sending in self._sending:
-            sending.result(6 * self._deadline_s + 5)  # it has deadlines of its own
+        try:
+            for sending in self._sending:
+                sending.result(6 * self._deadline_s + 5)  # it has deadlines of its own
+        except TimeoutError as error:
+            raise WeightError(
+                f"a partition was not sent within {6 * self._deadline_s + 5:g} s",
+                version=self._release.version,
+                advice="see the trainer's log; a longer deadlines.sync, if it is busy",
+            ) from error
         hashes = self._ask(self._courier.finish())
         if self._kept is not None:
             self._kept.commit(hashes)
@@ -143,7 +150,7 @@ class StreamSender:
             self._loop.call_soon_threadsafe(self._courier.announce, data, form, known)
             if data.numel():
                 self._carrier.spread(data, self._deadline_s)
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, the exporting thread must hear of it where it waits
             self._courier.fail(error)
             raise
 
