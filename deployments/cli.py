@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from headrace.blocks import inheritance
 from headrace.blocks.home import home
 from headrace.deployments import stack
+from headrace.engines.process import alive
 
 STACK_DEADLINE_S = 240.0
 
@@ -73,20 +74,12 @@ def down() -> None:
         return
     os.kill(state["pid"], signal.SIGTERM)
     end = time.monotonic() + stack.GRACE_S + 15
-    while Path(f"/proc/{state['pid']}").exists() if Path("/proc/self").exists() else _alive(state["pid"]):
+    while alive(state["pid"]):
         if time.monotonic() > end:
             raise Refused(f"process {state['pid']} does not end; kill -9 {state['pid']} ends it")
         time.sleep(0.1)
     stack.state_file().unlink(missing_ok=True)
     print("stopped: server, workers and engines")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def dry_run(recipe: str, settings: list[str]) -> None:

@@ -19,6 +19,7 @@ from rich.text import Text
 from headrace.blocks.home import campaign_folder, store_url
 from headrace.blocks.recipe import Recipe
 from headrace.engines.experience.store import Store
+from headrace.engines.process import alive
 from headrace.tasks.progress import read
 
 DEPLOYMENT = {"quickstart", "reasoning-gym", "quickstart-vllm"}
@@ -73,7 +74,7 @@ def _running(api: str, id: str, folder: Path) -> str | None:
 def _process_is_gone(folder: Path, run: str) -> bool:
     """Whether the flow run wrote its process id here and there is no such process any more."""
     fields = read(folder / "progress.json")
-    return fields.get("flow_run") == run and not Path(f"/proc/{fields['pid']}").exists()
+    return fields.get("flow_run") == run and not alive(fields["pid"])
 
 
 def _mark_crashed(api: str, run: str) -> None:

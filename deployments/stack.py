@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from headrace.blocks.home import home
-from headrace.engines.process import GUARD, describe_exit
+from headrace.engines.process import GUARD, alive, describe_exit
 
 POOLS = ("controller", "actor", "rollout", "rollout-vllm")
 START_DEADLINE_S = 180.0
@@ -35,10 +35,9 @@ def read_state() -> dict[str, Any]:
     """State of the stack, or nothing when it does not run."""
     try:
         state = json.loads(state_file().read_text())
-        os.kill(state["pid"], 0)
-    except (FileNotFoundError, ProcessLookupError, ValueError):
+    except (FileNotFoundError, ValueError):
         return {}
-    return state
+    return state if alive(state["pid"]) else {}
 
 
 def settings() -> dict[str, str]:

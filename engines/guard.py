@@ -43,6 +43,19 @@ def _signal_all(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
+def reap_orphans(child: int) -> None:
+    """Collects what ended after it lost its parent; ``child`` is left to its owner, ``subprocess``.
+
+    Left alone an orphan would stay a zombie for as long as the guard runs, and whoever asks whether that process is
+    still there would be told yes.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == child:
+                break
+            os.waitpid(ended.si_pid, 0)
+
+
 def end_descendants(child: int, grace: float) -> None:
     """Ends every descendant of this process and the group of ``child``."""
     deadline = time.monotonic() + grace
@@ -84,6 +97,7 @@ def main() -> int:
         readable, _, _ = select.select([owner, wake_read], [], [])
         if wake_read in readable:
             os.read(wake_read, 4096)
+            reap_orphans(child.pid)
         if owner in readable and not os.read(owner, 1):
             break
     code = child.poll()

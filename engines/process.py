@@ -10,6 +10,22 @@ from pathlib import Path
 GUARD = Path(__file__).with_name("guard.py")
 
 
+def alive(pid: int) -> bool:
+    """Whether process ``pid`` of this machine runs. One that ended and was not waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        if Path("/proc/self").exists():
+            return False
+    try:  # a system without /proc
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's, and running
+        pass
+    return True
+
+
 class Child:
     """A command under a guard process (``engines/guard.py``): it and all its descendants end with this process.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engines.process import Child, describe_exit
+from headrace.engines.process import Child, alive, describe_exit
 
 STUBBORN = textwrap.dedent(
     """
@@ -77,3 +77,28 @@ def test_exit_status_and_log_tail_are_the_childs(tmp_path):
     killed = Child([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], log=tmp_path / "log2")
     code = killed.wait(10)
     assert code is not None and describe_exit(code) == "SIGKILL"
+
+
+def test_a_process_that_ended_and_was_not_waited_for_is_not_alive():
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert Path(f"/proc/{process.pid}").exists() and not alive(process.pid) and alive(os.getpid())
+    process.wait()
+    assert not alive(process.pid)
+
+
+def test_an_orphan_that_is_killed_leaves_no_zombie_below_its_guard(tmp_path):
+    # The middle process dies first: the guard inherits its child, as it does when a worker and its flow run are killed.
+    child = Child(
+        [sys.executable, "-c", "import subprocess, sys\n"
+         f"subprocess.run([sys.executable, '-c', {STUBBORN!r}])\n"
+         "import time; time.sleep(600)"],
+        log=tmp_path / "log", grace_s=0.3,
+    )  # fmt: skip
+    try:
+        middle, leaf = _pids(tmp_path / "log")
+        os.kill(middle, signal.SIGKILL)
+        os.kill(leaf, signal.SIGKILL)
+        assert _gone([middle, leaf], 5.0) and child.poll() is None
+    finally:
+        child.stop()

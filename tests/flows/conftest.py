@@ -1,6 +1,5 @@
 """A real stack (Prefect server, workers, deployments) in a home of its own, shared by the tests of this folder."""
 
-import contextlib
 import json
 import os
 import socket
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 from headrace.engines.experience.store import Store
+from headrace.engines.process import alive
 
 
 def free_port() -> int:
@@ -68,9 +68,7 @@ def stack(tmp_path_factory) -> Iterator[Stack]:
     pids = list(running.state["processes"].values())
     down = running.headrace("down")
     assert down.returncode == 0, down.stdout + down.stderr
-    for pid in pids:
-        with contextlib.suppress(FileNotFoundError):
-            raise AssertionError(f"{pid} is still there: {Path(f'/proc/{pid}/cmdline').read_text()}")
+    assert [pid for pid in pids if alive(pid)] == []
 
 
 @pytest.fixture(scope="session")
