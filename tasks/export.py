@@ -18,6 +18,7 @@ async def export() -> str:
     is. Raises SyncMismatch when it is not what the rollout engines were verified to serve.
     """
     c = current()
+    await c.engines.sync_all()
     files = Files(str(c.folder))
     kept = versions(files)
     served = json.loads(c.store.get(version_path(c.version)))

@@ -60,6 +60,9 @@ async def _replay(c: "Campaign", client: EngineClient, ahead: int = 1) -> None:
         params = json.loads(c.store.get(train_job_path(manifest.step)))
         job = f"replay-{manifest.step}-{c.attempt}-{client.lease.epoch}"
         await client.call("train", params, job_id=job, deadline_s=deadline)
+    if trained[start:] and c.recipe.roles.actor.gpus:
+        # Repeated on a GPU they may differ in the last bits: engines get what the trainer has now.
+        c.engines.serving.clear()
 
 
 def train_job_path(step: int) -> str:
@@ -124,7 +127,7 @@ async def sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     try:
         return await _sync(c, rollouts)
     except JobFailed as error:
-        if "StepRefused" not in str(error):
+        if error.kind != "StepRefused":
             raise
     await _replay(c, await c.engines.client("actor", 0), ahead=0)
     return await _sync(c, rollouts)
@@ -150,9 +153,7 @@ async def _sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     load = {"source": source.model_dump(), "deadline_s": deadline}
     try:
         async with asyncio.TaskGroup() as tasks:
-            sending = tasks.create_task(
-                c.engines.call("actor", 0, "publish", publish, job_id=f"publish-{tag}", deadline_s=deadline)
-            )
+            sending = tasks.create_task(_publish(c, publish, tag))
             if source.transport == "store":
                 await sending
             loading = [
@@ -164,9 +165,9 @@ async def _sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     except BaseExceptionGroup as group:
         # One side's failure cancels the other; the first is the cause.
         raise group.exceptions[0] from group
-    published = sending.result()
-    digest = published["digest"]
     served = [Served.model_validate(task.result()) for task in loading]
+    published = sending.result() or publish | {"digest": served[0].digest, "hashing": "xxh3"}
+    digest = published["digest"]
     for index, answer in zip(rollouts, served, strict=True):
         if (answer.version, answer.digest) != (c.version, digest):
             raise SyncMismatch(
@@ -182,6 +183,25 @@ async def _sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     if source.transport == "store":
         c.defer(tidy_versions(c, versions(c.store, c.weights_folder)))
     return served
+
+
+async def _publish(c: "Campaign", params: dict[str, Any], tag: str) -> dict[str, Any] | None:
+    """What the publish job gives; None where the version is committed already and the trainer cannot repeat it.
+
+    The kernels of a GPU may add in another order, so a trainer that repeated its steps after a crash may have other
+    last bits than the version that it published before. That version stays what the engines serve.
+    """
+    deadline = c.recipe.deadlines.sync
+    try:
+        return await c.engines.call("actor", 0, "publish", params, job_id=f"publish-{tag}", deadline_s=deadline)
+    except JobFailed as error:
+        if error.kind != "VersionExists" or not c.recipe.roles.actor.gpus:
+            raise
+        get_run_logger().warning(
+            "version %d is committed, and the trainer, which repeated its steps, has other bits: engines serve the "
+            "committed ones (%s)", c.version, error,
+        )  # fmt: skip
+        return None
 
 
 def tidy_versions(c: "Campaign", shelf: Shelf) -> Coroutine[Any, Any, None]:
@@ -200,7 +220,8 @@ def record_version(
 ) -> None:
     """Keeps the digest of a version that is served, and what it depends on, beside the train stage that made it.
 
-    published: what the publish job gave: digest, hashing, partition_bytes, quantization.
+    published: what the publish job gave: digest, hashing, partition_bytes, quantization. Digests under which the
+    version was served before, which only a GPU's repeated steps change, are kept as ``earlier``.
 
     Raises SyncMismatch when the version has the bits of the one before although its train stage moved the weights: the
     trainer then published something else than what it trained.
@@ -213,6 +234,9 @@ def record_version(
             f"between them stepped the optimizer: what was published is not what was trained, or the learning rate is "
             f"too small for the weights' dtype. Look at the actor's log; raise train.optim.lr"
         )
+    path = version_path(version, folder)
+    known = json.loads(store.get(path)) if store.exists(path) else {}
+    earlier = [*known.get("earlier", []), *([known["digest"]] if known and known["digest"] != digest else [])]
     layout = {name: published[name] for name in ("hashing", "partition_bytes", "quantization")}
     made = {"version": version, "digest": digest, **layout, "trained": trained.key if trained else ""}
-    store.put(version_path(version, folder), json.dumps(made).encode())
+    store.put(path, json.dumps(made | ({"earlier": earlier} if earlier else {})).encode())

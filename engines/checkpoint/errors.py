@@ -22,8 +22,14 @@ class WeightError(RuntimeError):
         super().__init__((f"{where}: " if where else "") + what + (f". Try: {advice}" if advice else ""))
 
     def __reduce__(self):
-        return _rebuild, (self.what, self.version, self.rank, self.partition, self.advice)
+        return _rebuild, (type(self), self.what, self.version, self.rank, self.partition, self.advice)
 
 
-def _rebuild(what: str, version: int | None, rank: int | None, partition: int | None, advice: str) -> WeightError:
-    return WeightError(what, version=version, rank=rank, partition=partition, advice=advice)
+class VersionExists(WeightError):
+    """The version was committed before, with other content; a committed version never changes."""
+
+
+def _rebuild(
+    kind: type[WeightError], what: str, version: int | None, rank: int | None, partition: int | None, advice: str
+) -> WeightError:
+    return kind(what, version=version, rank=rank, partition=partition, advice=advice)

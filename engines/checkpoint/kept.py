@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.blocks.weights import Adapter, Partition, WeightManifest, WeightSource
 from headrace.engines.checkpoint.adapter import CONFIG
-from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.checkpoint.errors import VersionExists, WeightError
 from headrace.engines.checkpoint.export import Release
 from headrace.engines.checkpoint.layout import FILE_BYTES, INDEX, MANIFEST, files_of, index_of, partitions_per_file
 from headrace.engines.checkpoint.load import Assembler, Expect, Place, Settle, Sink, check_expected, overlap
@@ -113,8 +113,8 @@ class StoreSender:
             raise
         return found
 
-    def _committed_already(self, partition: int | None) -> WeightError:
-        return WeightError(
+    def _committed_already(self, partition: int | None) -> VersionExists:
+        return VersionExists(
             f"{self._files.url}/{self._address} is committed already, with other content; a version never changes",
             version=self._release.version,
             partition=partition,

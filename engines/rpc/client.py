@@ -86,7 +86,7 @@ class EngineClient:
             raise
         self.spans.append(tuple(view["span"]))
         if view["state"] == "failed":
-            raise JobFailed(f"{method} on the {self.lease.role} engine: {view['error']}")
+            raise JobFailed(f"{method} on the {self.lease.role} engine: {view['error']}", view["kind"])
         if view["state"] == "cancelled":
             raise JobCancelled(f"{method} on the {self.lease.role} engine was cancelled")
         return view["result"]

@@ -10,7 +10,15 @@ class EngineLost(EngineError, ConnectionError):
 
 
 class JobFailed(EngineError):
-    """The engine ran the job and raised. Retrying helps only if the cause was passing."""
+    """The engine ran the job and raised. Retrying helps only if the cause was passing.
+
+    Attributes:
+        kind: name of the class of what was raised there; empty when the engine refused the job itself.
+    """
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class JobCancelled(EngineError):

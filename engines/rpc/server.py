@@ -35,7 +35,8 @@ class Job:
         self._changed = threading.Condition()
         self.state = "queued"
         self.result: dict[str, Any] | None = None
-        self.error = ""
+        self.error = self.kind = ""
+        """What it raised: words for people, and the name of the class."""
         self.numbers: dict[str, float] = {}
         self.notes = 0
         """How often figures were published."""
@@ -66,6 +67,7 @@ class Job:
             "state": self.state,
             "result": self.result,
             "error": self.error,
+            "kind": self.kind,
             "progress": self.numbers,
             "notes": self.notes,
             "span": (self.started, self.ended),
@@ -149,7 +151,8 @@ class JobServer:
                     state = "done"
                 except Exception as error:  # the boundary of the process: whatever it is, the client must hear it
                     state = "cancelled" if job.cancelled.is_set() else "failed"
-                    job.error = f"{type(error).__name__}: {error}"
+                    job.kind = type(error).__name__
+                    job.error = f"{job.kind}: {error}"
                     traceback.print_exc()
                 job.ended = time.time()
             job.end(state)

@@ -7,25 +7,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.recipe import Recipe
 from headrace.blocks.weights import WeightSource
-from headrace.engines.checkpoint import publish, pull
+from headrace.engines.checkpoint import WeightError, publish, pull
 from headrace.engines.experience.files import Files
 from headrace.engines.experience.store import Store
 from headrace.engines.rpc.errors import JobFailed
 from headrace.tasks import recovery
-from headrace.tasks.recovery import sync, train_job_path
+from headrace.tasks.recovery import sync, train_job_path, version_path
 from headrace.tasks.retention import states
 
 
 class Engines:
     """A trainer whose weights are its step, and a rollout engine that pulls them."""
 
-    def __init__(self, step: int) -> None:
-        self.step, self.served, self.serving = step, None, {}
+    def __init__(self, step: int, drift: float = 0.0) -> None:
+        """drift: what this trainer's weights are beside their step."""
+        self.step, self.drift, self.served, self.serving = step, drift, None, {}
         self.lease = SimpleNamespace(node="here", url="http://here", epoch=1)
 
     async def client(self, role: str, index: int) -> "Engines":
@@ -55,22 +57,32 @@ class Engines:
 
     def _publish(self, version: int, step: int | None, **params: Any) -> dict[str, Any]:
         if step not in (None, self.step):
-            raise JobFailed(f"publish on the actor engine: StepRefused: the trainer is at step {self.step}, not {step}")
-        tensors = iter([("a", torch.full((4096,), float(self.step)))])
-        made = publish(tensors, [("a", "float32", [4096])], version=version, train_step=self.step, **params)
+            raise JobFailed(f"the trainer is at step {self.step}, not {step}", "StepRefused")
+        tensors = iter([("a", torch.full((4096,), self.step + self.drift))])
+        try:
+            made = publish(tensors, [("a", "float32", [4096])], version=version, train_step=self.step, **params)
+        except WeightError as error:
+            raise JobFailed(str(error), type(error).__name__) from error
         layout = {"partition_bytes": params["partition_bytes"], "quantization": None}
         return {"digest": made.digest, "hashing": made.hashing, **layout}
 
 
-def synced(folder: Path, step: int, monkeypatch: Any) -> Engines:
-    """Version 2 in a campaign that has committed two train stages, from a trainer at ``step``."""
-    monkeypatch.setattr(recovery, "get_run_logger", lambda: SimpleNamespace(info=lambda *_: None))
-    store, engines = Store(f"{folder}/store"), Engines(step)
+def synced(folder: Path, engines: Engines, monkeypatch: Any, gpus: int = 0) -> Engines:
+    """Version 2 in a campaign that has committed two train stages, from a trainer with so many GPUs."""
+    log = SimpleNamespace(info=lambda *_: None, warning=lambda *_: None)
+    monkeypatch.setattr(recovery, "get_run_logger", lambda: log)
+    store = Store(f"{folder}/store")
     trained = [Manifest(stage="train", step=n, key=f"k{n}") for n in range(2)]
     for n in range(2):
         store.put(train_job_path(n), json.dumps({}).encode())
     c = SimpleNamespace(version=2, attempt=2, sync_numbers=itertools.count(), probed=None, weights_folder="weights")
-    c.recipe = Recipe.model_validate({"base": "quickstart", "weights": {"transport": "store"}})
+    c.recipe = Recipe.model_validate(
+        {
+            "base": "quickstart",
+            "weights": {"transport": "store"},
+            "roles": {"actor": {"pool": "actor", "gpus": gpus}, "rollout": {"pool": "rollout"}},
+        }
+    )
     c.folder, c.store, c.url, c.engines = folder, store, store.url, engines
     c.states, c.trained, c.defer = states(Files(str(folder))), lambda: trained, lambda later: later.close()
     asyncio.run(sync(c, [0]))  # type: ignore[arg-type]
@@ -78,7 +90,20 @@ def synced(folder: Path, step: int, monkeypatch: Any) -> Engines:
 
 
 def test_a_trainer_that_is_a_step_ahead_is_brought_back(tmp_path: Path, monkeypatch: Any) -> None:
-    ahead = synced(tmp_path / "ahead", 3, monkeypatch)
+    ahead = synced(tmp_path / "ahead", Engines(3), monkeypatch)
     assert (ahead.step, ahead.served, ahead.serving) == (2, 2.0, {0: 2})
-    there = synced(tmp_path / "there", 2, monkeypatch)
+    there = synced(tmp_path / "there", Engines(2), monkeypatch)
     assert (there.step, there.served) == (2, 2.0)
+
+
+def test_a_committed_version_that_a_gpu_cannot_repeat_stays_served(tmp_path: Path, monkeypatch: Any) -> None:
+    synced(tmp_path, Engines(2), monkeypatch)
+    recorded = (tmp_path / "store" / version_path(2)).read_bytes()
+    with pytest.raises(JobFailed, match="is committed already, with other content"):  # a CPU repeats bit for bit
+        synced(tmp_path, Engines(2, drift=0.25), monkeypatch)
+    again = synced(tmp_path, Engines(2, drift=0.25), monkeypatch, gpus=1)
+    assert (again.served, again.serving) == (2.0, {0: 2})
+    assert (tmp_path / "store" / version_path(2)).read_bytes() == recorded
+    ahead = Engines(3, drift=0.25)
+    ahead.serving = {0: 2, 1: 2}
+    assert synced(tmp_path, ahead, monkeypatch, gpus=1).serving == {0: 2}, "rollout-1 is brought up to it as well"

@@ -30,6 +30,14 @@ def test_the_base_instead_of_the_trained_weights_is_seen(tmp_path) -> None:
     assert json.loads(store.get(version_path(1))) == {"version": 1, **published("bb"), "trained": "k"}
 
 
+def test_a_version_that_came_out_otherwise_when_it_was_repeated_keeps_its_earlier_digests(tmp_path) -> None:
+    store = Store(str(tmp_path))
+    for digest in ("aa", "bb", "cc"):
+        record_version(store, 0, published(digest), None)
+    made = json.loads(store.get(version_path(0)))
+    assert (made["digest"], made["earlier"]) == ("cc", ["aa", "bb"])
+
+
 @pytest.mark.parametrize("still", ["updates/done", "lr", "grad_norm"])
 def test_weights_that_did_not_move_may_stay_the_same(still: str, tmp_path) -> None:
     store = Store(str(tmp_path))
