@@ -176,14 +176,14 @@ class Courier:
         peers = sorted(self._living, key=lambda peer: (peer.joined["rank"], peer.joined["pid"]))
         self.shared = bool(self._base) and all(peer.joined["base"] == self._base for peer in peers)
         held = [peer.joined["held"] for peer in peers]
-        static = self._carrier.static
-        told = await asyncio.to_thread(self._carrier.form, held, self._deadline_s) if static else []
+        group = self._carrier.group
+        told = await asyncio.to_thread(group.form, held, self._deadline_s) if group else []
         self._groups = dict(zip(peers, told, strict=True)) if told else {}
         self._begun = True
         self._publisher_waits = False
         self._notify()
-        if static:
-            await asyncio.to_thread(self._carrier.join, self._deadline_s)
+        if group:
+            await asyncio.to_thread(group.join, self._deadline_s)
 
     def free(self, index: int) -> None:
         """The exporting thread waits until the slot of partition ``index`` may be written.
@@ -220,7 +220,7 @@ class Courier:
         self._digest = digest_of_hashes(hashes)
         self._notify()
         await self._until(lambda: not self._living)
-        if self._served < (len(self._groups) if self._carrier.static else 1):
+        if self._served < (len(self._groups) if self._carrier.group else 1):
             raise self._nobody()
         return hashes
 
@@ -350,4 +350,4 @@ class Courier:
             self._exporter.notify()
 
     def _too_few(self) -> bool:
-        return not self._living or (self._carrier.static and len(self._living) < len(self._groups))
+        return not self._living or (self._carrier.group is not None and len(self._living) < len(self._groups))

@@ -182,9 +182,8 @@ def pull_store(
 
     def use(step: tuple[Partition, memoryview]) -> None:
         partition, data = step
-        assembler.feed(
-            partition, torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
-        )
+        came = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+        assembler.feed(partition, came, assembler.places(partition))
         hashes.append(manifest.hashes[step[0].index])
 
     try:

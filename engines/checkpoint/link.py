@@ -72,9 +72,9 @@ class Link:
             while self.gave_up is None and (self._held or select.select([self._socket], [], [], 0)[0]):
                 self._next(time.monotonic() + 1)
 
-    def into(self, memory: memoryview) -> None:
-        """Fills ``memory`` with the bytes that follow the last message."""
-        done, end = min(len(self._held), len(memory)), time.monotonic() + self.deadline_s
+    def into(self, memory: memoryview, end: float) -> None:
+        """Fills ``memory`` with the bytes that come next, until the time ``end``."""
+        done = min(len(self._held), len(memory))
         memory[:done] = self._held[:done]
         del self._held[:done]
         while done < len(memory):

@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
-import xxhash
 from torch import Tensor
 
 from headrace.blocks.weights import Adapter, Partition, Plan
-from headrace.engines.checkpoint.copying import copy_all, copy_hashed
+from headrace.engines.checkpoint.copying import copy_all
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.plan import Cut, metas_of
 
@@ -93,7 +92,8 @@ def overlap(
 
 
 class Assembler:
-    """Turns partitions, fed in order, into calls of the sink. Keeps one tensor: the one that spans partitions."""
+    """Turns partitions, in order, into calls of the sink, or into what lies in the places of tensors. Keeps one tensor:
+    the one that spans partitions."""
 
     def __init__(
         self, cuts: list[list[Cut]], sink: Sink, settle: Settle | None = None, place: Place | None = None
@@ -102,54 +102,38 @@ class Assembler:
         self._cuts, self._sink, self._settle, self._place = cuts, sink, settle, place
         self._open: Tensor | None = None
         self._name, self._placed = "", torch.empty(0)
-        self._into: list[Tensor] = []
-        self._parts: list[Tensor] = []
         self.nbytes = 0
         """That were handed over."""
 
-    def write(self, partition: Partition, data: Tensor) -> str | None:
-        """Where all of the partition is used as it comes, in host memory: writes it there and returns the hash (xxh3)
-        of what was written; then it needs no ``feed``. Else None. Another hash than the announced one spoils the model,
-        as a partition that is missing does."""
-        cuts = self._cuts[partition.index]
-        if data.device.type != "cpu" or (targets := self._targets(cuts)) is None:
-            return None
-        state = xxhash.xxh3_128()
-        for target, view in zip(targets, data.split_with_sizes([cut.nbytes for cut in cuts]), strict=True):
-            copy_hashed(target, view, state)
-        if self._settle is not None:
-            self._settle()
-        self.nbytes += partition.nbytes
-        return state.hexdigest()
+    def places(self, partition: Partition) -> list[Tensor | None]:
+        """For each slice its bytes where they are used, uint8; None where the sink gets it. To be asked once for every
+        partition, in order."""
+        return [self._placed_for(cut) for cut in self._cuts[partition.index]]
 
-    def _targets(self, cuts: list[Cut]) -> list[Tensor] | None:
-        found: list[Tensor] = []
-        for cut in cuts:
-            target = self._target(cut) if cut.total else None
-            if target is None or target.device.type != "cpu":
-                return None
-            found.append(target)
-        return found
-
-    def feed(self, partition: Partition, data: Tensor) -> None:
-        """data: the partition's bytes, uint8 [nbytes], not used after the call."""
+    def feed(self, partition: Partition, data: Tensor, places: list[Tensor | None]) -> None:
+        """data: the partition's bytes, uint8 [nbytes], not used after the call; places: what ``places`` gave."""
         cuts = self._cuts[partition.index]
-        for cut, view in zip(cuts, data.split_with_sizes([cut.nbytes for cut in cuts]), strict=True):
-            self._hand_over(cut, view, partition.index)
-        copy_all(self._into, self._parts)
-        self._into.clear()
-        self._parts.clear()
-        if self._settle is not None:
-            self._settle()
+        into: list[Tensor] = []
+        parts: list[Tensor] = []
+        views = data.split_with_sizes([cut.nbytes for cut in cuts])
+        for cut, view, target in zip(cuts, views, places, strict=True):
+            if target is None:
+                self._hand_over(cut, view, partition.index)
+            else:
+                into.append(target)
+                parts.append(view)
+        copy_all(into, parts)
+        self.landed(partition)
         if data.device.type != "cpu":
             torch.cuda.current_stream(data.device).synchronize()  # what was queued still reads the bytes
+
+    def landed(self, partition: Partition) -> None:
+        """All of it is in its places."""
+        if self._settle is not None:
+            self._settle()
         self.nbytes += partition.nbytes
 
     def _hand_over(self, cut: Cut, view: Tensor, partition: int) -> None:
-        if cut.total and (target := self._target(cut)) is not None:
-            self._into.append(target)
-            self._parts.append(view)
-            return
         if not cut.total:
             view = torch.empty(0, dtype=torch.uint8, device=view.device)
         elif cut.nbytes < cut.total:
@@ -163,9 +147,8 @@ class Assembler:
             view, self._open = self._open, None
         self._sink(cut.name, view.view(cut.dtype).view(cut.shape))
 
-    def _target(self, cut: Cut) -> Tensor | None:
-        """The slice's bytes where they are used, uint8."""
-        if self._place is None:
+    def _placed_for(self, cut: Cut) -> Tensor | None:
+        if self._place is None or not cut.total:
             return None
         if cut.start == 0:
             placed = self._place(cut.name)
@@ -175,3 +158,11 @@ class Assembler:
         if self._name != cut.name:
             return None
         return self._placed if cut.nbytes == cut.total else self._placed[cut.start : cut.start + cut.nbytes]
+
+
+def in_host_memory(places: list[Tensor | None]) -> list[Tensor] | None:
+    """The places, when they are all of a partition, and all in the host's memory: then it is written there before its
+    hash is compared, and the hash is that of what was written. Another than the announced one spoils the model, as a
+    partition that is missing does."""
+    found = [place for place in places if place is not None and place.device.type == "cpu"]
+    return found if len(found) == len(places) else None

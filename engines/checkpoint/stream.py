@@ -137,7 +137,7 @@ class StreamSender:
         return self._carrier.slot(partition.index % SLOTS)[: partition.nbytes]
 
     def _announce(self, data: Tensor, form: Form, found: str | Callable[[], str]) -> None:
-        if isinstance(found, str) and not self._carrier.static:
+        if isinstance(found, str) and self._carrier.group is None:
             self._loop.call_soon_threadsafe(self._courier.announce, data, form, found)
         else:
             self._sending.append(self._pool.submit(self._send, data, form, found))
@@ -148,8 +148,8 @@ class StreamSender:
         try:
             known = found if isinstance(found, str) else found()
             self._loop.call_soon_threadsafe(self._courier.announce, data, form, known)
-            if data.numel():
-                self._carrier.spread(data, self._deadline_s)
+            if data.numel() and (group := self._carrier.group) is not None:
+                group.spread(data, self._deadline_s)
         except BaseException as error:  # whatever it is, the exporting thread must hear of it where it waits
             self._courier.fail(error)
             raise

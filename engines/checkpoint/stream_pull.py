@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,20 @@ from headrace.blocks.weights import Adapter, Partition, WeightSource
 from headrace.engines.checkpoint.carriers.base import Intake, make_intake
 from headrace.engines.checkpoint.carriers.group import held
 from headrace.engines.checkpoint.carriers.names import SLOTS
+from headrace.engines.checkpoint.copying import copy_all_hashed
 from headrace.engines.checkpoint.delta import Kept, kept_for
 from headrace.engines.checkpoint.hashes import hash_of
 from headrace.engines.checkpoint.link import Link
-from headrace.engines.checkpoint.load import Assembler, Expect, Place, Settle, Sink, check_expected, overlap
+from headrace.engines.checkpoint.load import (
+    Assembler,
+    Expect,
+    Place,
+    Settle,
+    Sink,
+    check_expected,
+    in_host_memory,
+    overlap,
+)
 from headrace.engines.checkpoint.plan import digest_of_hashes, read_plan
 
 
@@ -93,29 +103,35 @@ class _Pull:
         """Returns the digest of what came."""
         link = self._link
 
-        def use(step: tuple[Partition, Tensor, int, str]) -> None:
-            partition, data, slot, announced = step
-            self.intake.arrived(link, slot)
-            written = assembler.write(partition, data) if self._hashing == "xxh3" else None
-            found = written or hash_of(data, self._hashing)
-            if found != announced:
+        def use(came: _Came) -> None:
+            partition, data = came.partition, came.data
+            self.intake.arrived(link, came.slot)
+            host = in_host_memory(came.places) if self._hashing == "xxh3" else None
+            if isinstance(data, str):
+                found = data
+            else:
+                found = hash_of(data, self._hashing) if host is None else copy_all_hashed(host, data)
+            if found != came.announced:
                 if self.intake.instant:
                     link.look()
                 raise link.gave_up or link.error(
-                    f"its hash is {found}, the publisher's is {announced}",
+                    f"its hash is {found}, the publisher's is {came.announced}",
                     "publish the version again",
                     partition.index,
                 )
             self.hashes.append(found)
-            if written is None:
-                assembler.feed(partition, data)
+            if isinstance(data, str) or host is not None:
+                assembler.landed(partition)
+            else:
+                assembler.feed(partition, data, came.places)
             link.send("ack", index=partition.index)
 
+        fetched = self._fetched(assembler)
         if self.intake.instant:
-            for step in self._fetched():
-                use(step)
+            for came in fetched:
+                use(came)
         else:
-            overlap(self._fetched(), use, link.fail, None, ahead=SLOTS - 1)
+            overlap(fetched, use, link.fail, None, ahead=SLOTS - 1)
         link.index = None
         digest = digest_of_hashes(self.hashes)
         if (told := link.receive("commit")["digest"]) != digest:
@@ -126,29 +142,41 @@ class _Pull:
             self._kept.commit(self.hashes)
         return digest
 
-    def _fetched(self) -> Iterator[tuple[Partition, Tensor, int, str]]:
-        """Each partition with its bytes, the slot from which they still come, and the publisher's hash of them."""
+    def _fetched(self, assembler: Assembler) -> Iterator["_Came"]:
         for partition in self.plan.partitions:
             self._link.index = partition.index
             ready = self._link.receive("ready")
             if ready["index"] != partition.index:
                 raise self._link.error(f"partition {ready['index']} came instead")
-            yield partition, self._data(partition, ready), ready["slot"], ready["hash"]
+            places = assembler.places(partition)
+            yield _Came(partition, ready["slot"], ready["hash"], places, self._data(partition, ready, places))
 
-    def _data(self, partition: Partition, ready: dict[str, Any]) -> Tensor:
+    def _data(self, partition: Partition, ready: dict[str, Any], places: list[Tensor | None]) -> Tensor | str:
         """The partition's bytes, however they were sent."""
-        form, nbytes = ready["form"], int(ready["nbytes"])
+        form, nbytes, slot = ready["form"], int(ready["nbytes"]), ready["slot"]
         if form != "full" and self._kept is None:
             raise self._link.error("only its changes were sent, but this engine keeps no base")
         if not 0 <= nbytes <= partition.nbytes or (form == "full" and nbytes != partition.nbytes):
             raise self._link.error(f"{nbytes} bytes were announced for {partition.nbytes}")
         self.wire_nbytes += nbytes
-        slot = ready["slot"]
-        came = self.intake.fetch(self._link, slot, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
-        if self._kept is None:
+        into = in_host_memory(places) if self._kept is None else None
+        came = self.intake.fetch(self._link, slot, nbytes, into) if nbytes else torch.empty(0, dtype=torch.uint8)
+        if self._kept is None or isinstance(came, str):
             return came
         self.intake.arrived(self._link, slot)
         try:
             return self._kept.take(partition, form, came)
         except ValueError as error:
             raise self._link.error(f"its changes make no sense: {error}", "publish the version again") from error
+
+
+class _Came(NamedTuple):
+    """A partition that was fetched, or is being fetched."""
+
+    partition: Partition
+    slot: int
+    announced: str
+    """The publisher's hash."""
+    places: list[Tensor | None]
+    data: Tensor | str
+    """Its bytes; or the hash of what went into its places at once."""

@@ -23,8 +23,8 @@ class Carrier(Protocol):
     """The publisher's side: SLOTS slots, kept from one publish to the next, because touched memory is faster."""
 
     slot_bytes: int
-    static: bool
-    """The receivers are fixed once the first partition was sent: losing one ends the publish."""
+    group: "Group | None"
+    """Where partitions are sent to all receivers at once. None: each fetches on its own, and may leave at any time."""
 
     def slot(self, index: int) -> Tensor:
         """One of the slots, uint8 [slot_bytes]."""
@@ -38,27 +38,31 @@ class Carrier(Protocol):
         """Before the plan is sent to a receiver: hands over what JSON cannot."""
         ...
 
+    def bytes_for(self, data: Tensor) -> memoryview | None:
+        """What to send to each receiver on its own connection; None where bytes do not travel there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Group(Protocol):
+    """Receivers that are fixed once the first partition was sent: losing one ends the publish."""
+
     def form(self, held: list[str], deadline_s: float) -> list[dict[str, Any]]:
-        """Of a static one, once the receivers are known: what to tell each before the first partition.
+        """Once the receivers are known: what to tell each before the first partition.
 
         held: what each receiver kept from an earlier group, in order.
         """
         ...
 
     def join(self, deadline_s: float) -> None:
-        """Of a static one, while the receivers hear what ``form`` returned: meets them."""
+        """While the receivers hear what ``form`` returned: meets them."""
         ...
 
     def spread(self, data: Tensor, deadline_s: float) -> None:
-        """After a partition was announced: begins to send the bytes to all receivers at once, where that is how they
-        travel, and waits until those of the partition before have gone."""
+        """After a partition was announced: begins to send its bytes, and waits until those of the partition before
+        have gone."""
         ...
-
-    def bytes_for(self, data: Tensor) -> memoryview | None:
-        """What to send to each receiver on its own connection; None where bytes do not travel there."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Intake(Protocol):
@@ -68,12 +72,16 @@ class Intake(Protocol):
     """Bytes need not be fetched: they can be read where the publisher wrote them."""
 
     def form(self, told: dict[str, Any]) -> None:
-        """What ``Carrier.form`` said to this receiver; called before the first partition."""
+        """What ``Group.form`` said to this receiver; called before the first partition."""
         ...
 
-    def fetch(self, link: "Link", slot: int, nbytes: int) -> Tensor:
+    def fetch(self, link: "Link", slot: int, nbytes: int, into: list[Tensor] | None) -> Tensor | str:
         """Begins to fetch the bytes that lie in the publisher's slot: uint8 [nbytes], valid from ``arrived`` until the
-        slot is acknowledged."""
+        slot is acknowledged.
+
+        into: where all of them are used one after the other, if that is in the host's memory. A transport that can put
+        them there at once does that instead, and returns the hash (xxh3) of what it wrote.
+        """
         ...
 
     def arrived(self, link: "Link", slot: int) -> None:
@@ -117,7 +125,7 @@ def _made(transport: str, device: torch.device, name: str) -> Callable[..., Any]
 class Slots:
     """Slots of ordinary memory on a device, and a carrier's parts that most transports do not need."""
 
-    static = False
+    group: Group | None = None
 
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
         self.slot_bytes = slot_bytes
@@ -131,15 +139,6 @@ class Slots:
 
     def welcome(self, connection: socket.socket) -> None:
         """Nothing but the plan."""
-
-    def form(self, held: list[str], deadline_s: float) -> list[dict[str, Any]]:
-        raise NotImplementedError("there is no group")
-
-    def join(self, deadline_s: float) -> None:
-        raise NotImplementedError("there is no group")
-
-    def spread(self, data: Tensor, deadline_s: float) -> None:
-        """Receivers fetch on their own."""
 
     def bytes_for(self, data: Tensor) -> memoryview | None:
         return None

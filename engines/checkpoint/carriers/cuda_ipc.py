@@ -70,7 +70,7 @@ class CudaIpcIntake:
     def form(self, told: dict[str, Any]) -> None:
         """There is no group."""
 
-    def fetch(self, link: Link, slot: int, nbytes: int) -> Tensor:
+    def fetch(self, link: Link, slot: int, nbytes: int, into: list[Tensor] | None) -> Tensor:
         theirs = self._memory[slot * self._slot_bytes :][:nbytes]
         if self.instant:
             return theirs

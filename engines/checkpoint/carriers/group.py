@@ -60,12 +60,11 @@ class _Group:
 
 
 class GroupCarrier(Slots):
-    """See ``Carrier``."""
-
-    static = True
+    """See ``Carrier`` and ``Group``."""
 
     def __init__(self, kind: str, slot_bytes: int, device: torch.device) -> None:
         super().__init__(slot_bytes, device)
+        self.group = self
         self._kind = kind
         self._group: _Group | None = None
         self._members = 0
@@ -151,7 +150,7 @@ class GroupIntake:
         except RuntimeError as error:
             raise link.error(f"the {self._kind} group of {told['size']} did not form: {error}") from error
 
-    def fetch(self, link: Link, slot: int, nbytes: int) -> Tensor:
+    def fetch(self, link: Link, slot: int, nbytes: int, into: list[Tensor] | None) -> Tensor:
         data = self._slots.slot(slot)[:nbytes]
         try:
             self._under_way[slot] = _joined[self._kind].broadcast(data)

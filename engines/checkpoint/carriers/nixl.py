@@ -103,7 +103,7 @@ class NixlIntake:
     def form(self, told: dict[str, Any]) -> None:
         """There is no group."""
 
-    def fetch(self, link: Link, slot: int, nbytes: int) -> Tensor:
+    def fetch(self, link: Link, slot: int, nbytes: int, into: list[Tensor] | None) -> Tensor:
         data = self._slots.slot(slot)[:nbytes]
         if not nbytes:
             return data

@@ -63,7 +63,7 @@ class ShmIntake:
     def form(self, told: dict[str, Any]) -> None:
         """There is no group."""
 
-    def fetch(self, link: Link, slot: int, nbytes: int) -> Tensor:
+    def fetch(self, link: Link, slot: int, nbytes: int, into: list[Tensor] | None) -> Tensor:
         return self._memory[slot * self._slot_bytes :][:nbytes]
 
     def arrived(self, link: Link, slot: int) -> None:

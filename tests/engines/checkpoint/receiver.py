@@ -1,7 +1,8 @@
 """A receiver in a process of its own: pulls, writes what it got, says what it serves, or why not.
 
-options: source, out, rank; deadline_s, device; hold = name of the tensor at which it says so and waits. Then it pulls
-from any source that it is told, into the same file.
+options: source, out, rank; deadline_s, device; hold = name of the tensor at which it says so and waits; places = tensors
+by name, whose like are this receiver's own memory, where bytes go without the sink. Then it pulls from any source that
+it is told, into the same file.
 """
 
 from multiprocessing.connection import Connection
@@ -15,6 +16,7 @@ from headrace.engines.checkpoint import WeightError, pull
 pipe: Connection = globals()["pipe"]
 options: dict[str, Any] = globals()["options"]
 got: dict[str, torch.Tensor] = {}
+places = {name: torch.empty_like(tensor) for name, tensor in options.get("places", {}).items()}
 
 
 def sink(name: str, tensor: torch.Tensor) -> None:
@@ -28,11 +30,12 @@ def take(source: WeightSource) -> None:
     got.clear()
     limits = {"deadline_s": options.get("deadline_s", 20), "device": options.get("device", "cpu")}
     try:
-        served = pull(source, sink, rank=options["rank"], **limits)
+        served = pull(source, sink, rank=options["rank"], place=places.get if places else None, **limits)
     except WeightError as error:
         pipe.send(error)
     else:
-        torch.save(got, options["out"])
+        assert not got.keys() & {name for name, tensor in places.items() if tensor.numel()}
+        torch.save({**places, **got}, options["out"])
         pipe.send(served)
 
 

@@ -1,4 +1,4 @@
-"""A process in the middle that spoils what lies in shared memory or what is said about it: all of it is refused."""
+"""Somebody in the middle who spoils what lies in shared memory, what travels, or what is said about it: all refused."""
 
 import json
 import mmap
@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from headrace.blocks.weights import WeightSource
-from headrace.engines.checkpoint import WeightError, publish, pull
+from headrace.engines.checkpoint import WeightError, publish, pull, release, reserve
 from headrace.engines.checkpoint.carriers.names import SLOTS
 from headrace.engines.checkpoint.messages import HEAD, Message, encode
 from headrace.engines.checkpoint.rendezvous import connect
@@ -169,3 +170,40 @@ def transfer(spoil: Spoil, model: dict[str, Tensor], metas: list, folder: Path, 
             assert isinstance(sent.exception(20), WeightError)
             raise
         sent.result(20)
+
+
+@pytest.mark.parametrize("placed", [False, True], ids=["slots", "places"])
+def test_a_bit_that_flips_on_the_way_over_tcp_is_refused(placed: bool) -> None:
+    tensor = torch.arange(1 << 18, dtype=torch.int32)  # 16 partitions; what else travels is little
+    address = reserve("127.0.0.1")
+    settings: dict[str, Any] = {"version": 1, "train_step": 1, "transport": "tcp", "deadline_s": 20}
+    settings |= {"address": address, "partition_bytes": 1 << 17}
+    host, _, rest = address.rpartition(":")
+    port, _, secret = rest.partition("#")
+    with ThreadPoolExecutor(2) as pool, socket.create_server(("127.0.0.1", 0)) as listener:
+        sent = pool.submit(publish, iter([("a", tensor)]), [("a", "int32", [1 << 18])], **settings)
+        between = pool.submit(flips, listener, (host, int(port)), at=tensor.nbytes // 2)
+        front = f"127.0.0.1:{listener.getsockname()[1]}#{secret}"
+        place = {"a": torch.zeros_like(tensor)}.get if placed else None
+        with pytest.raises(WeightError, match=r"partition \d+: its hash is"):
+            pull(WeightSource(version=1, transport="tcp", address=front), lambda *_: None, deadline_s=20, place=place)
+        assert isinstance(sent.exception(20), WeightError)
+        between.result(20)
+    release(address)
+
+
+def flips(listener: socket.socket, publisher: tuple[str, int], at: int) -> None:
+    """Passes bytes both ways; one bit of the publisher's byte ``at`` is not the one that was sent."""
+    with listener.accept()[0] as front, socket.create_connection(publisher) as back:
+        other = threading.Thread(target=passes, args=(front, back))
+        other.start()
+        passed = 0
+        with suppress(OSError):
+            while data := bytearray(back.recv(1 << 16)):
+                if passed <= at < passed + len(data):
+                    data[at - passed] ^= 4
+                passed += len(data)
+                front.sendall(data)
+        with suppress(OSError):
+            front.shutdown(socket.SHUT_RDWR)
+        other.join(20)

@@ -37,8 +37,13 @@ def begin(start, tmp_path: Path, model_file: Path) -> Begin:
 
 
 def same(path: Path, expected: dict[str, Tensor]) -> bool:
+    """Bits, and order."""
+    return list(torch.load(path)) == list(expected) and equal(path, expected)
+
+
+def equal(path: Path, expected: dict[str, Tensor]) -> bool:
     got = torch.load(path)
-    return list(got) == list(expected) and all(
+    return got.keys() == expected.keys() and all(
         got[name].dtype == value.dtype and torch.equal(got[name], value) for name, value in expected.items()
     )
 
@@ -65,6 +70,31 @@ def test_two_receivers_get_every_bit_of_two_versions(
     for rank, child in enumerate(receivers):
         assert child.says().digest == second.digest != first.digest
         assert same(tmp_path / f"got-{rank}.pt", expected)
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["", "delta"])
+@pytest.mark.parametrize("transport", [*ELASTIC, "gloo"])
+def test_bytes_go_where_they_are_used_all_of_them_or_some(
+    transport: Transport, delta: bool, begin: Begin, start_receiver, on_the_wire, model, tmp_path: Path
+) -> None:
+    """Tensors that span partitions, some with a place and some without, and a second version over the first."""
+    some = {name: t for name, t in on_the_wire.items() if name not in ("layer.3.weight", "half", "odd")}
+    changed = {name: t + 1 if name == "embed.weight" else t for name, t in model.items()}
+    torch.save(changed, tmp_path / "changed.pt")
+    publisher, address = begin(transport, receivers=2, delta=delta)
+    kinds = {"transport": transport, "delta": delta}
+    receivers = [
+        start_receiver(address, 1, rank=rank, places=places, **kinds) for rank, places in enumerate((on_the_wire, some))
+    ]
+    digest = publisher.says().digest
+    for rank, child in enumerate(receivers):
+        assert child.says().digest == digest and equal(tmp_path / f"got-{rank}.pt", on_the_wire)
+        child.do(WeightSource(version=2, address=address, **kinds))
+    publisher.do(tmp_path / "changed.pt")
+    second = publisher.says().digest
+    expected = {**on_the_wire, "embed.weight": changed["embed.weight"].to(torch.bfloat16)}
+    for rank, child in enumerate(receivers):
+        assert child.says().digest == second and equal(tmp_path / f"got-{rank}.pt", expected)
 
 
 @pytest.mark.parametrize("transport", ELASTIC)
