@@ -153,9 +153,10 @@ async def _sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     load = {"source": source.model_dump(), "deadline_s": deadline}
     try:
         async with asyncio.TaskGroup() as tasks:
-            sending = tasks.create_task(_publish(c, publish, tag))
-            if source.transport == "store":
-                await sending
+            listening = asyncio.Event()
+            sending = tasks.create_task(_publish(c, publish, tag, listening))
+            # An engine that is asked to load waits, and so do its requests: not for a publish that may never begin.
+            await listening.wait()
             loading = [
                 tasks.create_task(
                     c.engines.call_on(client, "rollout", index, "load_weights", load, f"load-{tag}", deadline)
@@ -185,15 +186,24 @@ async def _sync(c: "Campaign", rollouts: list[int]) -> list[Served]:
     return served
 
 
-async def _publish(c: "Campaign", params: dict[str, Any], tag: str) -> dict[str, Any] | None:
-    """What the publish job gives; None where the version is committed already and the trainer cannot repeat it.
+async def _publish(c: "Campaign", params: dict[str, Any], tag: str, listening: asyncio.Event) -> dict[str, Any] | None:
+    """What the publish job gives; ``listening`` is set when receivers may come.
 
-    The kernels of a GPU may add in another order, so a trainer that repeated its steps after a crash may have other
-    last bits than the version that it published before. That version stays what the engines serve.
+    None where the version is committed already and the trainer cannot repeat it: the kernels of a GPU may add in
+    another order, so a trainer that repeated its steps after a crash may have other last bits than the version that it
+    published before. That version stays what the engines serve.
     """
     deadline = c.recipe.deadlines.sync
+
+    def heard(figures: dict[str, float]) -> None:
+        if figures.get("listening"):
+            listening.set()
+
+    made = None
     try:
-        return await c.engines.call("actor", 0, "publish", params, job_id=f"publish-{tag}", deadline_s=deadline)
+        made = await c.engines.call(
+            "actor", 0, "publish", params, job_id=f"publish-{tag}", deadline_s=deadline, on_progress=heard
+        )
     except JobFailed as error:
         if error.kind != "VersionExists" or not c.recipe.roles.actor.gpus:
             raise
@@ -201,7 +211,8 @@ async def _publish(c: "Campaign", params: dict[str, Any], tag: str) -> dict[str,
             "version %d is committed, and the trainer, which repeated its steps, has other bits: engines serve the "
             "committed ones (%s)", c.version, error,
         )  # fmt: skip
-        return None
+    listening.set()
+    return made
 
 
 def tidy_versions(c: "Campaign", shelf: Shelf) -> Coroutine[Any, Any, None]:

@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ def publish(
     adapter: Adapter | None = None,
     device: str = "cpu",
     deadline_s: float = 60.0,
+    listening: Callable[[], None] | None = None,
 ) -> WeightManifest:
     """Sends ``tensors`` as weight version ``version`` and returns the manifest that commits it.
 
@@ -54,6 +55,8 @@ def publish(
     parent: the version before this one. delta: keep this version in host memory, and send only what changed since the
     one that is kept to receivers that all have it. adapter: what the tensors are when they are no whole model.
     device: where the weights are; nixl's slots are there.
+    listening: called as soon as receivers are expected; who is asked to come only then never waits for a publish that
+    failed before it (all transports but the store).
     deadline_s: the longest that one wait may take, in seconds. The iterator is always read to its end, so that other
     ranks which take part in its gathers are never left in one.
 
@@ -82,6 +85,7 @@ def publish(
                 device=where,
                 delta=delta,
                 deadline_s=deadline_s,
+                listening=listening,
             )
         if delta and (transport == "store" or where.type != "cpu"):
             raise WeightError(f"transport {transport} here has no delta", version=version, advice="delta off, or tcp")
@@ -121,7 +125,8 @@ def pull(
     place: name → the tensor's own memory (contiguous, wire dtype, whole), where it has one that is used as it is: then
     the bytes go there at once, without the sink, also of a tensor that spans partitions; in host memory the hash is
     that of what was written there.
-    deadline_s: the longest that one wait may take, in seconds; a receiver may come before its publisher.
+    deadline_s: the longest that one wait may take, in seconds. A receiver may come before its publisher, half a minute
+    at most.
     expect: name → (dtype, shape), and adapter: what they are when they are no whole model; anything else is refused
     before the first byte. rank: names this receiver in errors. device: where this engine's weights are.
 

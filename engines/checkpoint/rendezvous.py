@@ -18,6 +18,8 @@ from headrace.engines.checkpoint.errors import WeightError
 
 _LOOK_S, _AGAIN_S = 0.001, 0.1
 """Between two attempts to reach a publisher on this machine, and on another."""
+_ABSENT_S = 30.0
+"""How long a receiver looks for a publisher that does not listen. It may come first, but not long before."""
 _reserved: dict[str, socket.socket] = {}
 
 
@@ -70,6 +72,15 @@ def unlisten(listener: socket.socket, address: str, *, local: bool) -> None:
         listener.close()
 
 
+def turn_away(address: str) -> None:
+    """After a publish that failed: who still waits at its reserved port hears so, and does not take the next version's
+    place."""
+    if (listener := _reserved.get(address)) is not None:
+        with suppress(OSError):  # there is nobody
+            while True:
+                listener.accept()[0].close()
+
+
 def _listen_at_path(address: str, version: int) -> socket.socket:
     """A socket that appears under ``address`` in one step, so that whoever sees it can connect."""
     listener = socket.socket(socket.AF_UNIX)
@@ -108,13 +119,14 @@ def connect(
 
     Waits for a publisher that does not listen yet. ``failed`` makes the error from what happened and what to try.
     """
+    patience_s = min(deadline_s, _ABSENT_S)
     if source.transport in LOCAL:
-        return _connect_at_path(source.address, source.transport == "shm", deadline_s, failed)
-    return _connect_to_port(source.address, deadline_s, failed), None
+        return _connect_at_path(source.address, source.transport == "shm", patience_s, failed)
+    return _connect_to_port(source.address, patience_s, failed), None
 
 
-def _connect_to_port(address: str, deadline_s: float, failed: Callable[[str, str], WeightError]) -> socket.socket:
-    end = time.monotonic() + deadline_s
+def _connect_to_port(address: str, patience_s: float, failed: Callable[[str, str], WeightError]) -> socket.socket:
+    end = time.monotonic() + patience_s
     try:
         host, port, secret = parse_address(address)
     except ValueError as error:
@@ -127,15 +139,15 @@ def _connect_to_port(address: str, deadline_s: float, failed: Callable[[str, str
             return link
         except OSError as error:
             if time.monotonic() + _AGAIN_S >= end:
-                what = f"no publisher was reached at {host}:{port} for {deadline_s:g} s ({error})"
+                what = f"no publisher was reached at {host}:{port} for {patience_s:g} s ({error})"
                 raise failed(what, "whether that host and port can be reached from here") from error
         time.sleep(_AGAIN_S)
 
 
 def _connect_at_path(
-    address: str, welcomed: bool, deadline_s: float, failed: Callable[[str, str], WeightError]
+    address: str, welcomed: bool, patience_s: float, failed: Callable[[str, str], WeightError]
 ) -> tuple[socket.socket, int | None]:
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + patience_s
     try:
         os.makedirs(os.path.dirname(os.path.abspath(address)), exist_ok=True)
     except OSError as error:
@@ -154,7 +166,7 @@ def _connect_at_path(
         link.close()
         if time.monotonic() >= end:
             raise failed(
-                f"no publisher listened at {address} for {deadline_s:g} s",
+                f"no publisher listened at {address} for {patience_s:g} s",
                 "publish to the same address, on the same machine",
             )
         time.sleep(_LOOK_S)  # part of the pause of every update; closing an inotify watch alone takes longer

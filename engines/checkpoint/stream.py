@@ -22,7 +22,7 @@ from headrace.engines.checkpoint.delta import Form, Kept, kept_for
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.export import Release
 from headrace.engines.checkpoint.hashes import Hashing, begin_hash, hashing_of
-from headrace.engines.checkpoint.rendezvous import listen, unlisten
+from headrace.engines.checkpoint.rendezvous import listen, turn_away, unlisten
 
 T = TypeVar("T")
 
@@ -42,8 +42,9 @@ class StreamSender:
         device: torch.device,
         delta: bool,
         deadline_s: float,
+        listening: Callable[[], None] | None,
     ) -> None:
-        """plan_text: the release's plan as JSON."""
+        """plan_text: the release's plan as JSON; listening: called once receivers may come."""
         if receivers < 1:
             raise WeightError(
                 f"receivers is {receivers}; transport {transport} needs one at least", version=release.version
@@ -51,6 +52,7 @@ class StreamSender:
         self._release, self._transport, self._address = release, transport, address
         self._plan_text = plan_text
         self._receivers, self._device, self._deadline_s = receivers, device, deadline_s
+        self._listening = listening
         self._kept: Kept | None = kept_for(address) if delta else None
         self._sending: list[Future[None]] = []
 
@@ -80,6 +82,8 @@ class StreamSender:
         secret = self._address.partition("#")[2]
         self._courier = Courier(self._carrier, offer, plan, self._receivers, self._deadline_s, secret, base)
         try:
+            if self._listening is not None:
+                self._listening()
             self._ask(self._courier.gather(listener))
         except BaseException as error:
             self.__exit__(type(error), error)
@@ -94,6 +98,7 @@ class StreamSender:
     def __exit__(self, *raised: object) -> None:
         if raised and raised[1] is not None:
             self._ask(self._courier.abort(str(raised[1])))
+            turn_away(self._address)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._deadline_s)

@@ -23,7 +23,13 @@ GRACE_S = 30.0
 LISTEN_S = 600.0
 """How long one look for the next job lasts. A dead store is noticed at once."""
 
-Run = Callable[[str, dict[str, Any]], dict[str, Any]]
+Progress = Callable[..., None]
+"""Publishes figures of the job that runs, by name."""
+Run = Callable[[str, dict[str, Any], Progress], dict[str, Any]]
+
+
+def silent(**figures: float) -> None:
+    """A ``Progress`` that nobody follows."""
 
 
 class RankFailed(ModelEngineError):
@@ -39,15 +45,18 @@ class Crew:
         self._number = 0
         self._turn = threading.Lock()
 
-    def run(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
-        """Runs one job on all ranks; returns rank 0's result, or raises what rank 0 or another rank raised."""
+    def run(self, method: str, params: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        """Runs one job on all ranks; returns rank 0's result, or raises what rank 0 or another rank raised.
+
+        progress: for the figures that rank 0 publishes.
+        """
         with self._turn:
             self._number += 1
             if self._gang.size == 1:
-                return self._run(method, params)
+                return self._run(method, params, progress)
             self._gang.store.set(_job(self._number), json.dumps([method, params]))
             try:
-                result, error = self._run(method, params), None
+                result, error = self._run(method, params, progress), None
             except Exception as raised:  # the boundary of the process: other ranks must hear of it, whatever it is
                 result, error = {}, raised
             self._report(error)
@@ -67,7 +76,7 @@ class Crew:
             if not method:
                 return
             try:
-                self._run(method, params)
+                self._run(method, params, silent)
                 error = None
             except Exception as raised:  # as above
                 traceback.print_exc()

@@ -25,6 +25,7 @@ from headrace.engines.experience import schema
 from headrace.engines.experience.store import Store
 from headrace.engines.model import columns
 from headrace.engines.model.base import Experience, StepConfig
+from headrace.engines.model.crew import Progress, silent
 from headrace.engines.model.errors import ModelEngineError, StepRefused
 from headrace.engines.model.folder import beside
 from headrace.engines.model.fsdp2 import FSDP2Engine
@@ -142,17 +143,19 @@ class Jobs:
             "logprobs": lambda params: self.logprobs(LogprobsParams(**params)).model_dump(mode="json"),
             "advantage": lambda params: self.advantage(AdvantageParams(**params)).model_dump(mode="json"),
             "train": lambda params: self.train(TrainParams(**params)).model_dump(mode="json"),
-            "publish": lambda params: self.publish(PublishParams(**params)),
             "probe": lambda params: self.probe(ProbeParams(**params)),
             "reserve": lambda params: self.reserve(ReserveParams(**params)),
             "save": lambda params: self.save(SaveParams(**params)),
             "load": lambda params: self.load(LoadParams(**params)),
         }
 
-    def run(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    def run(self, method: str, params: dict[str, Any], progress: Progress = silent) -> dict[str, Any]:
         """The job's result; only that of rank 0 counts."""
+        if method == "publish":
+            return self.publish(PublishParams(**params), progress)
         if method not in self._methods:
-            raise ModelEngineError(f"a model engine has no job {method!r}; it has {', '.join(self._methods)}")
+            known = ", ".join(["publish", *self._methods])
+            raise ModelEngineError(f"a model engine has no job {method!r}; it has {known}")
         return self._methods[method](params)
 
     @property
@@ -272,8 +275,9 @@ class Jobs:
             reference=columns.tokens_of(table, "ref_logprobs", samples),
         )
 
-    def publish(self, params: PublishParams) -> dict[str, Any]:
-        """Sends the weights; the other ranks take part in gathering them. Raises StepRefused, WeightError."""
+    def publish(self, params: PublishParams, progress: Progress) -> dict[str, Any]:
+        """Sends the weights; the other ranks take part in gathering them. Its figure ``listening`` says when receivers
+        may come. Raises StepRefused, WeightError."""
         engine = self.engine
         if params.step not in (None, engine.train_step):
             raise StepRefused(
@@ -296,6 +300,7 @@ class Jobs:
             adapter=engine.adapter,
             device="cpu" if engine.adapter else str(engine.gang.device),  # it is small, and rollout hosts have no GPU
             beside=self._beside() if kept else None,
+            listening=lambda: progress(listening=1),
             **params.model_dump(exclude={"step"}),
         )
         self._published, self._parent = manifest.version, parent

@@ -48,7 +48,7 @@ def serve(spec: ServerSpec, engine: FSDP2Engine, crew: Crew) -> None:
     """Serves jobs on rank 0 until it is shut down."""
 
     def execute(job: Job) -> dict[str, Any]:
-        return crew.run(job.method, job.params)
+        return crew.run(job.method, job.params, job.progress)
 
     def status() -> dict[str, Any]:
         return {"train_step": engine.train_step, "ranks": engine.gang.size, "last_key": engine.last_key}

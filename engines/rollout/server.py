@@ -63,7 +63,8 @@ class RolloutHost:
     def guard(self, leave: Callable[[], None]) -> None:
         """From now on ``leave`` is called when the engine is lost."""
         self._leave = leave
-        asyncio.run_coroutine_threadsafe(self._guard(), self._loop)
+        # The loop knows its tasks only weakly: one that nothing else holds may vanish while it waits.
+        self._guarding = asyncio.run_coroutine_threadsafe(self._guard(), self._loop)
 
     async def _guard(self) -> None:
         try:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from headrace.blocks.manifest import Manifest
 from headrace.blocks.recipe import Recipe
-from headrace.blocks.weights import WeightSource
+from headrace.blocks.weights import Transport, WeightSource
 from headrace.engines.checkpoint import WeightError, publish, pull
 from headrace.engines.experience.files import Files
 from headrace.engines.experience.store import Store
@@ -29,6 +30,7 @@ class Engines:
         """drift: what this trainer's weights are beside their step."""
         self.step, self.drift, self.served, self.serving = step, drift, None, {}
         self.lease = SimpleNamespace(node="here", url="http://here", epoch=1)
+        self.listening, self.loads = False, 0
 
     async def client(self, role: str, index: int) -> "Engines":
         return self
@@ -39,35 +41,45 @@ class Engines:
     async def call_on(self, client: Any, role: str, index: int, method: str, params: Any, job_id: str, _: float) -> Any:
         return await self.call(method, params)
 
-    async def call(self, *arguments: Any, job_id: str = "", deadline_s: float = 0) -> Any:
+    async def call(
+        self, *arguments: Any, job_id: str = "", deadline_s: float = 0, on_progress: Callable[..., None] | None = None
+    ) -> Any:
         method, params = arguments[-2:]
         if method == "load":
             self.step = 0
         elif method == "train":
             self.step += 1
         elif method == "publish":
-            return await asyncio.to_thread(self._publish, **params)
+            assert on_progress is not None
+            return await asyncio.to_thread(self._publish, asyncio.get_running_loop(), on_progress, **params)
         else:
-            assert method == "load_weights"
+            assert method == "load_weights" and self.listening, "it would wait for a publish that may never begin"
+            self.loads += 1
             got: dict[str, torch.Tensor] = {}
             source = WeightSource.model_validate(params["source"])
             served = await asyncio.to_thread(pull, source, lambda name, tensor: got.update({name: tensor.clone()}))
             self.served = float(got["a"][0])
             return served.model_dump()
 
-    def _publish(self, version: int, step: int | None, **params: Any) -> dict[str, Any]:
+    def _publish(self, loop: Any, on_progress: Callable[..., None], *, step: int | None, **params: Any) -> Any:
         if step not in (None, self.step):
             raise JobFailed(f"the trainer is at step {self.step}, not {step}", "StepRefused")
+        self.listening = params["transport"] == "store"  # from there they load when the publish has ended
         tensors = iter([("a", torch.full((4096,), self.step + self.drift))])
+
+        def listening() -> None:
+            self.listening = True
+            loop.call_soon_threadsafe(on_progress, {"listening": 1.0})
+
         try:
-            made = publish(tensors, [("a", "float32", [4096])], version=version, train_step=self.step, **params)
+            made = publish(tensors, [("a", "float32", [4096])], train_step=self.step, **params, listening=listening)
         except WeightError as error:
             raise JobFailed(str(error), type(error).__name__) from error
         layout = {"partition_bytes": params["partition_bytes"], "quantization": None}
         return {"digest": made.digest, "hashing": made.hashing, **layout}
 
 
-def synced(folder: Path, engines: Engines, monkeypatch: Any, gpus: int = 0) -> Engines:
+def synced(folder: Path, engines: Engines, monkeypatch: Any, gpus: int = 0, transport: Transport = "store") -> Engines:
     """Version 2 in a campaign that has committed two train stages, from a trainer with so many GPUs."""
     log = SimpleNamespace(info=lambda *_: None, warning=lambda *_: None)
     monkeypatch.setattr(recovery, "get_run_logger", lambda: log)
@@ -79,7 +91,7 @@ def synced(folder: Path, engines: Engines, monkeypatch: Any, gpus: int = 0) -> E
     c.recipe = Recipe.model_validate(
         {
             "base": "quickstart",
-            "weights": {"transport": "store"},
+            "weights": {"transport": transport},
             "roles": {"actor": {"pool": "actor", "gpus": gpus}, "rollout": {"pool": "rollout"}},
         }
     )
@@ -89,11 +101,13 @@ def synced(folder: Path, engines: Engines, monkeypatch: Any, gpus: int = 0) -> E
     return engines
 
 
-def test_a_trainer_that_is_a_step_ahead_is_brought_back(tmp_path: Path, monkeypatch: Any) -> None:
-    ahead = synced(tmp_path / "ahead", Engines(3), monkeypatch)
-    assert (ahead.step, ahead.served, ahead.serving) == (2, 2.0, {0: 2})
-    there = synced(tmp_path / "there", Engines(2), monkeypatch)
-    assert (there.step, there.served) == (2, 2.0)
+@pytest.mark.parametrize("transport", ["store", "shm"])
+def test_a_trainer_that_is_a_step_ahead_is_brought_back(transport: Transport, tmp_path: Path, monkeypatch: Any) -> None:
+    """And engines are asked to load once: not before the trainer has agreed to publish."""
+    ahead = synced(tmp_path / "ahead", Engines(3), monkeypatch, transport=transport)
+    assert (ahead.step, ahead.served, ahead.serving, ahead.loads) == (2, 2.0, {0: 2}, 1)
+    there = synced(tmp_path / "there", Engines(2), monkeypatch, transport=transport)
+    assert (there.step, there.served, there.loads) == (2, 2.0, 1)
 
 
 def test_a_committed_version_that_a_gpu_cannot_repeat_stays_served(tmp_path: Path, monkeypatch: Any) -> None:

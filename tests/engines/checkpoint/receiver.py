@@ -1,8 +1,8 @@
 """A receiver in a process of its own: pulls, writes what it got, says what it serves, or why not.
 
-options: source, out, rank; deadline_s, device; hold = name of the tensor at which it says so and waits; places = tensors
-by name, whose like are this receiver's own memory, where bytes go without the sink. Then it pulls from any source that
-it is told, into the same file.
+options: source, out, rank; deadline_s, device; hold = name of the tensor at which it says so and waits; places = name →
+tensor like that of this receiver's own memory, where bytes go without the sink. Then it pulls from any source that it
+is told, into the same file.
 """
 
 from multiprocessing.connection import Connection

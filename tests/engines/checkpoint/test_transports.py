@@ -2,7 +2,9 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.blocks.weights import Transport, WeightManifest, WeightSource
-from headrace.engines.checkpoint import WeightError, digest_of, publish, pull, release, reserve
+from headrace.engines.checkpoint import WeightError, digest_of, publish, pull, release, rendezvous, reserve
 from headrace.engines.checkpoint.carriers.base import unusable
 
 nixl = pytest.param("nixl", marks=pytest.mark.skipif(not find_spec("nixl_cu12"), reason="NIXL is not installed"))
@@ -205,3 +207,31 @@ def test_the_manifest_names_parent_and_producer(tmp_path: Path) -> None:
     assert keep(5, 4).parent == 4
     assert keep(5, None).parent == 4  # as it was committed
     assert digest_of({"a": torch.ones(3)}, keep(4, None).plan) == keep(4, None).digest
+
+
+def test_who_waits_for_a_publish_that_fails_is_turned_away(model: dict[str, Tensor], metas: list) -> None:
+    """Else it would take the place of a receiver of the next one, which nobody may expect any more."""
+    address = reserve("127.0.0.1")
+    source = WeightSource(version=1, transport="tcp", address=address)
+    sending: dict[str, Any] = {"version": 1, "train_step": 1, "transport": "tcp", "address": address}
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(pull, source, lambda *_: None, deadline_s=60) for _ in range(2)]
+        time.sleep(0.3)  # both are connected, and one more than is served
+        with pytest.raises(WeightError, match="the tensors are not those of the metas"):
+            publish(iter([]), metas, **sending, deadline_s=60)
+        assert all(isinstance(one.exception(10), WeightError) for one in waiting)
+        served = pool.submit(pull, source, lambda *_: None, deadline_s=60)
+        assert publish(iter(model.items()), metas, **sending, deadline_s=60).digest == served.result(10).digest
+    release(address)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_nobody_waits_long_for_a_publisher_that_does_not_listen(
+    transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_ABSENT_S", 0.5)
+    address = reserve("127.0.0.1")
+    release(address)
+    where = str(tmp_path / "nobody.sock") if transport == "shm" else address
+    with pytest.raises(WeightError, match=r"no publisher (listened|was reached) at .* for 0.5 s"):
+        pull(WeightSource(version=1, transport=transport, address=where), lambda *_: None, deadline_s=600)
