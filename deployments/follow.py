@@ -18,6 +18,7 @@ from rich.text import Text
 
 from headrace.blocks.home import campaign_folder, store_url
 from headrace.blocks.recipe import Recipe
+from headrace.deployments.api import ask
 from headrace.engines.experience.store import Store
 from headrace.engines.process import alive
 from headrace.tasks.progress import read
@@ -64,7 +65,7 @@ def _running(api: str, id: str, folder: Path) -> str | None:
     """The flow run that already works on this campaign, if its process is alive."""
     active = {"type": {"any_": ["RUNNING", "PENDING", "SCHEDULED"]}}
     query = {"flow_runs": {"tags": {"all_": ["campaign", f"campaign:{id}"]}, "state": active}}
-    for run in httpx.post(f"{api}/flow_runs/filter", json=query, timeout=30).json():
+    for run in ask(api, "POST", "flow_runs/filter", query):
         if not (run["state"]["type"] == "RUNNING" and _process_is_gone(folder, run["id"])):
             return run["id"]
         _mark_crashed(api, run["id"])
@@ -80,7 +81,7 @@ def _process_is_gone(folder: Path, run: str) -> bool:
 def _mark_crashed(api: str, run: str) -> None:
     """Says what nobody else can: a worker that was killed with its flow run reports nothing."""
     state = {"type": "CRASHED", "name": "Crashed", "message": "its process is gone"}
-    httpx.post(f"{api}/flow_runs/{run}/set_state", json={"state": state, "force": True}, timeout=30).raise_for_status()
+    ask(api, "POST", f"flow_runs/{run}/set_state", {"state": state, "force": True})
 
 
 def _start(console: Console, api: str, recipe: Recipe, given: dict[str, Any], id: str) -> str:
@@ -116,12 +117,12 @@ def _watch(console: Console, api: str, run: str, folder: Path, recipe: Recipe) -
             if time.monotonic() - asked > STATE_EVERY_S:
                 asked = time.monotonic()
                 try:
-                    state = httpx.get(f"{api}/flow_runs/{run}", timeout=10).json()["state"] or state
+                    state = ask(api, "GET", f"flow_runs/{run}")["state"] or state
                     if state["type"] == "RUNNING" and _process_is_gone(folder, run):
                         gone += 1
                         if gone > 2:
                             _mark_crashed(api, run)
-                except httpx.TransportError:
+                except httpx.HTTPError:
                     state = {"type": "UNREACHABLE", "name": "Prefect server does not answer; the campaign goes on"}
             live.update(_picture(read(folder / "progress.json"), state, recipe))
             time.sleep(REFRESH_S)

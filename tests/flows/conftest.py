@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from headrace.deployments.api import ask
 from headrace.engines.experience.store import Store
 from headrace.engines.process import alive
 
@@ -42,6 +44,10 @@ class Stack:
     def start(self, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "headrace.deployments.cli", *words]
         return subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def ask(self, verb: str, path: str, body: Any = None) -> Any:
+        """The Prefect server's answer."""
+        return ask(self.state["api"], verb, path, body)
 
     def store(self, campaign: str) -> Store:
         return Store(str(self.home / "store" / campaign))

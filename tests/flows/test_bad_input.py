@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import httpx
 import pytest
 
 from headrace.engines.experience.ledger import Ledger
@@ -40,9 +39,7 @@ def test_port_taken(tmp_path):
 
 
 def test_a_pool_without_a_worker_is_named_within_30_seconds(stack, tiny_recipe):
-    api = stack.state["api"]
-    made = httpx.post(f"{api}/work_pools/", json={"name": "nobody", "type": "process"}, timeout=30)
-    assert made.status_code == 201
+    stack.ask("POST", "work_pools/", {"name": "nobody", "type": "process"})
     words = ("run", str(tiny_recipe), "--campaign", "nobody", "--set", "roles.rollout.pool=nobody")
     began = time.monotonic()
     done = stack.headrace(*words, "--set", "deadlines.worker=5")

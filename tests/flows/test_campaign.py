@@ -2,7 +2,6 @@
 
 import json
 
-import httpx
 import pytest
 from safetensors.numpy import load_file
 
@@ -26,19 +25,15 @@ def test_a_campaign_from_one_command(stack, tiny_recipe, tiny_model):
 
 
 def test_what_a_person_sees_in_the_ui(stack):
-    api = stack.state["api"]
-    runs = httpx.post(
-        f"{api}/flow_runs/filter", json={"flow_runs": {"tags": {"all_": ["campaign", "campaign:whole"]}}}
-    ).json()
-    iterations = httpx.post(f"{api}/flow_runs/filter", json={"flow_runs": {"name": {"any_": ["iteration-3"]}}}).json()
+    runs = stack.ask("POST", "flow_runs/filter", {"flow_runs": {"tags": {"all_": ["campaign", "campaign:whole"]}}})
+    iterations = stack.ask("POST", "flow_runs/filter", {"flow_runs": {"name": {"any_": ["iteration-3"]}}})
     assert {run["state"]["type"] for run in runs} == {"COMPLETED"}
-    tasks = httpx.post(
-        f"{api}/task_runs/filter", json={"flow_runs": {"id": {"any_": [run["id"] for run in iterations]}}}
-    ).json()
+    ids = [run["id"] for run in iterations]
+    tasks = stack.ask("POST", "task_runs/filter", {"flow_runs": {"id": {"any_": ids}}})
     names = {task["name"] for task in tasks}
     assert {"generate[3/0]", "generate[3/1]", "score[3/0]", "advantage[3]", "train[3]", "sync-weights[v4]"} <= names
     assert 8 <= len(names) <= 20
-    artifacts = httpx.post(f"{api}/artifacts/latest/filter", json={}).json()
+    artifacts = stack.ask("POST", "artifacts/latest/filter", {})
     found = {a["key"]: a for a in artifacts}
     table = json.loads(found["whole-iteration"]["data"])
     assert {"generate", "score", "train", "sync-weights"} <= {row["stage"] for row in table}

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 import yaml
 
@@ -20,8 +19,7 @@ STEP = -1
 
 
 def artifacts(stack) -> dict[str, dict]:
-    found = httpx.post(f"{stack.state['api']}/artifacts/latest/filter", json={}, timeout=30).json()
-    return {a["key"]: a for a in found}
+    return {a["key"]: a for a in stack.ask("POST", "artifacts/latest/filter", {})}
 
 
 def recipe(path, tiny_recipe, **settings):
@@ -120,12 +118,11 @@ def test_a_bound_that_is_passed_fails_the_campaign_and_names_the_setting(stack, 
 @pytest.mark.skipif("HEADRACE_VLLM_PYTHON" not in os.environ, reason="make vllm-env; set HEADRACE_VLLM_PYTHON")
 @pytest.mark.timeout(600)
 def test_vllm_that_loads_nothing_is_found_before_anything_is_trained(stack, tiny_recipe, make_model, tmp_path):
-    api = stack.state["api"]
-    host = httpx.get(f"{api}/deployments/name/engine-host/rollout-vllm", timeout=30).json()
+    host = stack.ask("GET", "deployments/name/engine-host/rollout-vllm")
     python = broken(os.environ["HEADRACE_VLLM_PYTHON"], "silent load", tmp_path)
     variables = host["job_variables"] | {"env": {"HEADRACE_VLLM_PYTHON": python}}
-    url = f"{api}/deployments/{host['id']}"
-    httpx.patch(url, json={"job_variables": variables}, timeout=30).raise_for_status()
+    path = f"deployments/{host['id']}"
+    stack.ask("PATCH", path, {"job_variables": variables})
     try:
         settings = {
             "name": "deceived",
@@ -136,7 +133,7 @@ def test_vllm_that_loads_nothing_is_found_before_anything_is_trained(stack, tiny
         }
         done = stack.headrace("run", recipe(tmp_path / "deceived.yaml", tiny_recipe, **settings), timeout_s=500)
     finally:
-        httpx.patch(url, json={"job_variables": host["job_variables"]}, timeout=30).raise_for_status()
+        stack.ask("PATCH", path, {"job_variables": host["job_variables"]})
     assert done.returncode == 1
     assert "rollout-0 samples from the weights before the update" in done.stderr, done.stdout + done.stderr
     assert not stack.store("deceived").paths("manifests/000000")
