@@ -161,13 +161,15 @@ class Courier:
     async def gather(self, listener: socket.socket) -> None:
         """Waits for the receivers; goes on with those that came when the deadline ends. Raises WeightError for none."""
         accepting = asyncio.create_task(self._accept(listener))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(
-                self._until(lambda: len(self._living) + len(self._lost) >= self._receivers), self._deadline_s
-            )
-        self._open = False
-        accepting.cancel()
-        await asyncio.gather(accepting, return_exceptions=True)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._until(lambda: len(self._living) + len(self._lost) >= self._receivers), self._deadline_s
+                )
+        finally:
+            self._open = False
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
         missing = self._receivers - len(self._living) - len(self._lost)
         if missing > 0:
             self._lost.append(f"{missing} of {self._receivers} did not come within {self._deadline_s:g} s")
@@ -229,9 +231,10 @@ class Courier:
         for peer in list(self._living):
             with contextlib.suppress(OSError, TimeoutError):
                 await asyncio.wait_for(peer.send("abort", reason=reason), 1)
-        for task in self._tasks:
+        others = asyncio.all_tasks() - {asyncio.current_task()}  # the loop is this publish's own
+        for task in others:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:

@@ -41,6 +41,7 @@ def publish(
     device: str = "cpu",
     deadline_s: float = 60.0,
     listening: Callable[[], None] | None = None,
+    unwanted: Callable[[], bool] = lambda: False,
 ) -> WeightManifest:
     """Sends ``tensors`` as weight version ``version`` and returns the manifest that commits it.
 
@@ -56,7 +57,8 @@ def publish(
     one that is kept to receivers that all have it. adapter: what the tensors are when they are no whole model.
     device: where the weights are; nixl's slots are there.
     listening: called as soon as receivers are expected; who is asked to come only then never waits for a publish that
-    failed before it (all transports but the store).
+    failed before it. unwanted: asked while this waits for receivers; ends the publish when it says so (listening and
+    unwanted: all transports but the store).
     deadline_s: the longest that one wait may take, in seconds. The iterator is always read to its end, so that other
     ranks which take part in its gathers are never left in one.
 
@@ -86,6 +88,7 @@ def publish(
                 delta=delta,
                 deadline_s=deadline_s,
                 listening=listening,
+                unwanted=unwanted,
             )
         if delta and (transport == "store" or where.type != "cpu"):
             raise WeightError(f"transport {transport} here has no delta", version=version, advice="delta off, or tcp")

@@ -6,8 +6,9 @@ Partition i lies in slot i % SLOTS. A slot is written again when every living re
 import asyncio
 import mmap
 import threading
+import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,8 @@ from headrace.engines.checkpoint.hashes import Hashing, begin_hash, hashing_of
 from headrace.engines.checkpoint.rendezvous import listen, turn_away, unlisten
 
 T = TypeVar("T")
+_LOOK_S = 0.2
+"""Between two looks whether somebody still wants the publish."""
 
 
 class StreamSender:
@@ -43,8 +46,9 @@ class StreamSender:
         delta: bool,
         deadline_s: float,
         listening: Callable[[], None] | None,
+        unwanted: Callable[[], bool],
     ) -> None:
-        """plan_text: the release's plan as JSON; listening: called once receivers may come."""
+        """plan_text: the release's plan as JSON. listening, unwanted: see ``publish``."""
         if receivers < 1:
             raise WeightError(
                 f"receivers is {receivers}; transport {transport} needs one at least", version=release.version
@@ -52,7 +56,7 @@ class StreamSender:
         self._release, self._transport, self._address = release, transport, address
         self._plan_text = plan_text
         self._receivers, self._device, self._deadline_s = receivers, device, deadline_s
-        self._listening = listening
+        self._listening, self._unwanted = listening, unwanted
         self._kept: Kept | None = kept_for(address) if delta else None
         self._sending: list[Future[None]] = []
 
@@ -84,7 +88,7 @@ class StreamSender:
         try:
             if self._listening is not None:
                 self._listening()
-            self._ask(self._courier.gather(listener))
+            self._ask(self._courier.gather(listener), self._unwanted)
         except BaseException as error:
             self.__exit__(type(error), error)
             raise
@@ -97,7 +101,7 @@ class StreamSender:
 
     def __exit__(self, *raised: object) -> None:
         if raised and raised[1] is not None:
-            self._ask(self._courier.abort(str(raised[1])))
+            self._ask(self._courier.abort(str(raised[1])), lambda: False)
             turn_away(self._address)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -133,7 +137,7 @@ class StreamSender:
                 version=self._release.version,
                 advice="see the trainer's log; a longer deadlines.sync, if it is busy",
             ) from error
-        hashes = self._ask(self._courier.finish())
+        hashes = self._ask(self._courier.finish(), self._unwanted)
         if self._kept is not None:
             self._kept.commit(hashes)
         return self._release.manifest(hashes, self._hashing)
@@ -159,12 +163,15 @@ class StreamSender:
             self._courier.fail(error)
             raise
 
-    def _ask(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _ask(self, coroutine: Coroutine[Any, Any, T], unwanted: Callable[[], bool]) -> T:
         # Every wait inside the courier has its own deadline; at most six of them follow each other in one call.
-        try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(6 * self._deadline_s + 5)
-        except TimeoutError as error:
-            raise WeightError(
-                f"the receivers at {self._address.partition('#')[0]} could not be served in time",
-                version=self._release.version,
-            ) from error
+        end = time.monotonic() + 6 * self._deadline_s + 5
+        running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        while not wait([running], _LOOK_S).done:
+            where = f"the receivers at {self._address.partition('#')[0]}"
+            if unwanted():
+                running.cancel()
+                raise WeightError(f"{where} are not waited for any more", version=self._release.version)
+            if time.monotonic() > end:
+                raise WeightError(f"{where} could not be served in time", version=self._release.version)
+        return running.result()

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -23,13 +23,29 @@ GRACE_S = 30.0
 LISTEN_S = 600.0
 """How long one look for the next job lasts. A dead store is noticed at once."""
 
-Progress = Callable[..., None]
-"""Publishes figures of the job that runs, by name."""
-Run = Callable[[str, dict[str, Any], Progress], dict[str, Any]]
+
+class Asked(Protocol):
+    """The request behind the job that runs."""
+
+    cancelled: threading.Event
+    """Set when nobody wants the result any more."""
+
+    def progress(self, **numbers: float) -> None:
+        """Publishes figures."""
+        ...
 
 
-def silent(**figures: float) -> None:
-    """A ``Progress`` that nobody follows."""
+Run = Callable[[str, dict[str, Any], Asked], dict[str, Any]]
+
+
+class Unasked:
+    """Implements ``Asked``: nobody follows the job."""
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    def progress(self, **numbers: float) -> None:
+        """They are of no use."""
 
 
 class RankFailed(ModelEngineError):
@@ -45,18 +61,18 @@ class Crew:
         self._number = 0
         self._turn = threading.Lock()
 
-    def run(self, method: str, params: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    def run(self, method: str, params: dict[str, Any], asked: Asked) -> dict[str, Any]:
         """Runs one job on all ranks; returns rank 0's result, or raises what rank 0 or another rank raised.
 
-        progress: for the figures that rank 0 publishes.
+        asked: what rank 0 is told, and may tell.
         """
         with self._turn:
             self._number += 1
             if self._gang.size == 1:
-                return self._run(method, params, progress)
+                return self._run(method, params, asked)
             self._gang.store.set(_job(self._number), json.dumps([method, params]))
             try:
-                result, error = self._run(method, params, progress), None
+                result, error = self._run(method, params, asked), None
             except Exception as raised:  # the boundary of the process: other ranks must hear of it, whatever it is
                 result, error = {}, raised
             self._report(error)
@@ -76,7 +92,7 @@ class Crew:
             if not method:
                 return
             try:
-                self._run(method, params, silent)
+                self._run(method, params, Unasked())
                 error = None
             except Exception as raised:  # as above
                 traceback.print_exc()

@@ -25,7 +25,7 @@ from headrace.engines.experience import schema
 from headrace.engines.experience.store import Store
 from headrace.engines.model import columns
 from headrace.engines.model.base import Experience, StepConfig
-from headrace.engines.model.crew import Progress, silent
+from headrace.engines.model.crew import Asked, Unasked
 from headrace.engines.model.errors import ModelEngineError, StepRefused
 from headrace.engines.model.folder import beside
 from headrace.engines.model.fsdp2 import FSDP2Engine
@@ -149,10 +149,10 @@ class Jobs:
             "load": lambda params: self.load(LoadParams(**params)),
         }
 
-    def run(self, method: str, params: dict[str, Any], progress: Progress = silent) -> dict[str, Any]:
+    def run(self, method: str, params: dict[str, Any], asked: Asked | None = None) -> dict[str, Any]:
         """The job's result; only that of rank 0 counts."""
         if method == "publish":
-            return self.publish(PublishParams(**params), progress)
+            return self.publish(PublishParams(**params), asked or Unasked())
         if method not in self._methods:
             known = ", ".join(["publish", *self._methods])
             raise ModelEngineError(f"a model engine has no job {method!r}; it has {known}")
@@ -275,7 +275,7 @@ class Jobs:
             reference=columns.tokens_of(table, "ref_logprobs", samples),
         )
 
-    def publish(self, params: PublishParams, progress: Progress) -> dict[str, Any]:
+    def publish(self, params: PublishParams, asked: Asked) -> dict[str, Any]:
         """Sends the weights; the other ranks take part in gathering them. Its figure ``listening`` says when receivers
         may come. Raises StepRefused, WeightError."""
         engine = self.engine
@@ -300,7 +300,8 @@ class Jobs:
             adapter=engine.adapter,
             device="cpu" if engine.adapter else str(engine.gang.device),  # it is small, and rollout hosts have no GPU
             beside=self._beside() if kept else None,
-            listening=lambda: progress(listening=1),
+            listening=lambda: asked.progress(listening=1),
+            unwanted=asked.cancelled.is_set,
             **params.model_dump(exclude={"step"}),
         )
         self._published, self._parent = manifest.version, parent

@@ -48,13 +48,19 @@ def serve(spec: ServerSpec, engine: FSDP2Engine, crew: Crew) -> None:
     """Serves jobs on rank 0 until it is shut down."""
 
     def execute(job: Job) -> dict[str, Any]:
-        return crew.run(job.method, job.params, job.progress)
+        return crew.run(job.method, job.params, job)
 
     def status() -> dict[str, Any]:
         return {"train_step": engine.train_step, "ranks": engine.gang.size, "last_key": engine.last_key}
 
     server = JobServer(
-        execute, role=spec.role, epoch=spec.epoch, token=spec.token, status=status, idle_limit_s=spec.idle_limit_s
+        execute,
+        role=spec.role,
+        epoch=spec.epoch,
+        token=spec.token,
+        status=status,
+        idle_limit_s=spec.idle_limit_s,
+        exchanges=["publish"],
     )
     server.run(Path(spec.endpoint), host=spec.host, port=spec.port)
 

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,8 @@ class JobServer:
         status: extra fields of ``/health``.
         workers: jobs that run at the same time; 1 keeps them in order of submission.
         idle_limit_s: leave after so many seconds without a request while no job runs.
+        exchanges: methods that need the other side of the attempt which asked for them: when a newer attempt takes the
+            engine over, those that have not ended are cancelled. Other jobs go on, and may be attached to.
     """
 
     def __init__(
@@ -97,10 +99,11 @@ class JobServer:
         status: Callable[[], dict[str, Any]] = dict,
         workers: int = 1,
         idle_limit_s: float = 900.0,
+        exchanges: Collection[str] = (),
     ) -> None:
         self._execute, self._status = execute, status
         self._role, self._epoch, self._token, self._idle_limit = role, epoch, token, idle_limit_s
-        self._attempt = 0
+        self._attempt, self._exchanges = 0, exchanges
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -191,8 +194,16 @@ class JobServer:
             raise HTTPException(
                 423, f"attempt {self._attempt} of the campaign holds this engine; {attempt} is fenced off"
             )
-        self._attempt = attempt
+        if attempt > self._attempt:
+            self._take_over(attempt)
         self._heard = time.monotonic()
+
+    def _take_over(self, attempt: int) -> None:
+        with self._lock:
+            self._attempt = attempt
+            for job in self._jobs.values():
+                if job.method in self._exchanges and not job.done.is_set():
+                    job.cancelled.set()
 
     def _routes(self) -> FastAPI:
         # Documentation pages would be outside the dependency that asks for the token: there are none.

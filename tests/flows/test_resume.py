@@ -62,18 +62,27 @@ def test_an_actor_that_dies_while_it_writes_its_state(stack, tiny_recipe):
     assert list(states.glob("step-*/COMPLETE"))
 
 
-@pytest.mark.parametrize("stage", ["start engines", "parity", "generate", "score", "train", "sync-weights", "report"])
-def test_the_same_command_continues_after_the_flow_was_killed(stack, tiny_recipe, stage):
-    campaign = f"killed-in-{stage.replace(' ', '-')}"
-    following = stack.start("run", str(tiny_recipe), "--campaign", campaign)
-    at = 0 if stage in ("start engines", "parity") else 2
-    stack.wait_for(campaign, lambda p: p.get("iteration", -1) >= at and p["stage"] == stage)
-    _kill(stack, campaign, "flow")
-    out, _ = following.communicate(timeout=120)
-    assert following.returncode == 1 and "The same command continues it" in out
-    again = stack.headrace("run", str(tiny_recipe), "--campaign", campaign)
+STAGES = ["start engines", "parity", "generate", "score", "train", "sync-weights", "report"]
+
+
+@pytest.mark.timeout(600)
+def test_the_same_command_continues_wherever_the_flow_was_killed(stack, tiny_recipe):
+    """One campaign, whose flow is killed in each stage in turn."""
+    killed: list[int] = []
+    for stage in STAGES:
+        following = stack.start("run", str(tiny_recipe), "--campaign", "killed")
+        at = 0 if stage in ("start engines", "parity") else 1
+
+        def reached(p: dict, stage: str = stage, at: int = at) -> bool:
+            return p.get("iteration", -1) >= at and p["stage"] == stage and p["pid"] not in killed
+
+        killed.append(stack.wait_for("killed", reached)["pid"])
+        _kill(stack, "killed", "flow")
+        out, _ = following.communicate(timeout=120)
+        assert following.returncode == 1 and "The same command continues it" in out, f"{stage}: {out}"
+    again = stack.headrace("run", str(tiny_recipe), "--campaign", "killed")
     assert again.returncode == 0, again.stdout + again.stderr
-    _check(stack, campaign)
+    _check(stack, "killed")
 
 
 def test_new_rollout_engines_while_the_trainer_may_be_a_step_ahead(stack, tiny_recipe):

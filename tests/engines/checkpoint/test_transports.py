@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -235,3 +236,21 @@ def test_nobody_waits_long_for_a_publisher_that_does_not_listen(
     where = str(tmp_path / "nobody.sock") if transport == "shm" else address
     with pytest.raises(WeightError, match=r"no publisher (listened|was reached) at .* for 0.5 s"):
         pull(WeightSource(version=1, transport=transport, address=where), lambda *_: None, deadline_s=600)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_publish_that_nobody_wants_any_more_ends(
+    transport: Transport, model: dict[str, Tensor], metas: list, tmp_path: Path
+) -> None:
+    address = str(tmp_path / "w.sock") if transport == "shm" else reserve("127.0.0.1")
+    sending: dict[str, Any] = {"version": 1, "train_step": 1, "transport": transport, "address": address}
+    unwanted = threading.Event()
+    began = time.monotonic()
+    with pytest.raises(WeightError, match="are not waited for any more"):
+        publish(iter(model.items()), metas, **sending, deadline_s=60, listening=unwanted.set, unwanted=unwanted.is_set)
+    assert time.monotonic() - began < 5
+    with ThreadPoolExecutor(1) as pool:
+        source = WeightSource(version=1, transport=transport, address=address)
+        served = pool.submit(pull, source, lambda *_: None, deadline_s=60)
+        assert publish(iter(model.items()), metas, **sending, deadline_s=60).digest == served.result(10).digest
+    release(address)

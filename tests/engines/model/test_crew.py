@@ -9,7 +9,7 @@ import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from headrace.engines.model import crew
-from headrace.engines.model.crew import Crew, RankFailed, silent
+from headrace.engines.model.crew import Crew, RankFailed, Unasked
 from headrace.engines.model.gang import Gang
 
 Run = Callable[..., dict[str, Any]]
@@ -36,21 +36,21 @@ def pair(gang: Gang) -> Callable[[Run, Run], tuple[Crew, threading.Thread]]:
     return make
 
 
-def answer(method: str, params: dict[str, Any], progress: Any) -> dict[str, Any]:
+def answer(method: str, params: dict[str, Any], asked: Any) -> dict[str, Any]:
     return {"method": method, **params}
 
 
-def refuse(method: str, params: dict[str, Any], progress: Any) -> dict[str, Any]:
+def refuse(method: str, params: dict[str, Any], asked: Any) -> dict[str, Any]:
     if method == "bad":
         raise ValueError("no such thing")
-    return answer(method, params, progress)
+    return answer(method, params, asked)
 
 
 def test_jobs_reach_all_ranks_and_the_gang_can_be_dismissed(pair) -> None:
     seen: list[str] = []
     first, thread = pair(answer, lambda method, params, _: seen.append(method) or {})
-    assert first.run("one", {"x": 1}, silent) == {"method": "one", "x": 1}
-    assert first.run("two", {}, silent) == {"method": "two"}
+    assert first.run("one", {"x": 1}, Unasked()) == {"method": "one", "x": 1}
+    assert first.run("two", {}, Unasked()) == {"method": "two"}
     assert seen == ["one", "two"]
     assert first.dismiss(1)
     thread.join(5)
@@ -60,15 +60,15 @@ def test_jobs_reach_all_ranks_and_the_gang_can_be_dismissed(pair) -> None:
 def test_an_error_of_all_ranks_is_the_jobs_error_and_work_goes_on(pair) -> None:
     first, _ = pair(refuse, refuse)
     with pytest.raises(ValueError, match="no such thing"):
-        first.run("bad", {}, silent)
-    assert first.run("good", {}, silent) == {"method": "good"}
+        first.run("bad", {}, Unasked())
+    assert first.run("good", {}, Unasked()) == {"method": "good"}
 
 
 def test_an_error_of_another_rank_names_it(pair) -> None:
     first, _ = pair(answer, refuse)
     with pytest.raises(RankFailed, match="rank 1: ValueError: no such thing"):
-        first.run("bad", {}, silent)
-    assert first.run("good", {}, silent) == {"method": "good"}
+        first.run("bad", {}, Unasked())
+    assert first.run("good", {}, Unasked()) == {"method": "good"}
 
 
 def test_a_rank_that_fails_while_the_other_is_stuck_ends_its_process(pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,5 +80,5 @@ def test_a_rank_that_fails_while_the_other_is_stuck_ends_its_process(pair, monke
     monkeypatch.setattr(crew.os, "_exit", leave)
     first, _ = pair(refuse, lambda method, params, _: {"went on": stuck.wait(5)})
     with pytest.raises(Left):
-        first.run("bad", {}, silent)
+        first.run("bad", {}, Unasked())
     stuck.set()

@@ -27,13 +27,15 @@ def engine(tmp_path):
             for n in range(3):
                 job.progress(groups=n)
                 assert told[n].wait(5), "the client has not heard of it"
-        if job.method == "wait":
+        if job.method in ("wait", "exchange"):
             job.progress(groups=3)
             if job.cancelled.wait(20):
                 raise RuntimeError("stopped")
         return {"echo": job.params}
 
-    server = JobServer(execute, role="rollout", epoch=2, token="secret", status=lambda: {"version": 5})
+    server = JobServer(
+        execute, role="rollout", epoch=2, token="secret", status=lambda: {"version": 5}, exchanges=["exchange"]
+    )
     thread = threading.Thread(target=server.run, args=(tmp_path / "endpoint",), daemon=True)
     thread.start()
     for _ in range(200):
@@ -170,3 +172,24 @@ def test_an_idle_engine_leaves(tmp_path):
     thread.start()
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("method", ["exchange", "wait"])
+def test_a_newer_attempt_ends_what_needs_the_older_ones_other_side(engine, method: str):
+    """Else its own would wait behind it, until a deadline that is meant for a slow network. Other jobs go on."""
+    client, ran = engine
+
+    async def run():
+        async with client(attempt=1) as old, client(attempt=2) as new:
+            # It asks, and is killed: nobody cancels the job.
+            await old._request("POST", "/jobs", json={"id": "old", "method": method, "params": {}})
+            began = time.monotonic()
+            await new.health()
+            if method == "wait":
+                await asyncio.sleep(0.3)
+                assert (await new.health())["running"] == ["old"]
+            else:
+                assert await new.call("echo", {"n": 1}, job_id="new", deadline_s=10) == {"echo": {"n": 1}}
+                assert ran == ["old", "new"] and time.monotonic() - began < 5
+
+    asyncio.run(run())
