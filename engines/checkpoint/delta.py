@@ -20,6 +20,8 @@ from headrace.engines.checkpoint.plan import digest_of_hashes, dtype_named
 Form = Literal["full", "same", "words"]
 
 _BLOCK = 1 << 16
+_CACHED = 1 << 18
+"""Bytes that are compared at a time, so that what they give is in the cache."""
 _WORTH = 0.7
 """Changes are sent where they take less than this part of the whole: finding and applying them costs time as well."""
 
@@ -29,24 +31,22 @@ def word_bytes(partition: Partition) -> int:
     return min((dtype_named(piece.dtype).itemsize for piece in partition.slices if piece.nbytes), default=1)
 
 
-def find_changes(base: np.ndarray, fresh: np.ndarray, word: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """(index of each changed word, ascending int64 [k]; its new value [k]) of two uint8 arrays [n]; None where sending
-    them is not worth it."""
+def take_changes(base: np.ndarray, fresh: np.ndarray, word: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Makes ``base`` what ``fresh`` is, both uint8 [n], and returns (index of each changed word, ascending int64 [k];
+    its new value [k]). None where sending them is not worth it: then ``base`` is changed in part."""
     kind = np.dtype(f"u{word}")
-    wide = len(fresh) // 8 * 8
-    old, new = base[:wide].view(np.uint64), fresh[:wide].view(np.uint64)
-    at = np.flatnonzero(old != new)  # eight bytes at a time: changes are few
-    if at.size * (2 + word) > _WORTH * len(fresh):
-        return None
-    changed, each = new[at].view(kind), 8 // word
-    inner = np.flatnonzero(changed != old[at].view(kind))
-    shift = each.bit_length() - 1  # a division takes as long as all the rest
-    index, values = (at[inner >> shift] << shift) + (inner & (each - 1)), changed[inner]
-    if wide < len(fresh):
-        old, new = base[wide:].view(kind), fresh[wide:].view(kind)
-        rest = np.flatnonzero(old != new)
-        index, values = np.concatenate([index, rest + wide // word]), np.concatenate([values, new[rest]])
-    return (index, values) if packed_bytes(index.size, len(fresh), word) < _WORTH * len(fresh) else None
+    old, new = base.view(kind), fresh.view(kind)
+    indices, values, count = [np.empty(0, np.int64)], [np.empty(0, kind)], 0
+    for begin in range(0, new.size, _CACHED // word):
+        here, there = old[begin : begin + _CACHED // word], new[begin : begin + _CACHED // word]
+        at = np.flatnonzero(here != there)
+        count += at.size
+        if packed_bytes(count, len(fresh), word) >= _WORTH * len(fresh):
+            return None
+        here[at] = changed = there[at]
+        indices.append(at + begin)
+        values.append(changed)
+    return np.concatenate(indices), np.concatenate(values)
 
 
 def packed_bytes(changes: int, nbytes: int, word: int) -> int:
@@ -124,11 +124,9 @@ class Kept:
         if shared and self._hashes[partition.index] == found:
             return "same", 0
         if shared:
-            base, new = block.numpy(), fresh.numpy()
-            if (changes := find_changes(base, new, word_bytes(partition))) is not None:
-                index, values = changes
-                base.view(values.dtype)[index] = values
-                return "words", pack(index, values, partition.nbytes, out.numpy())
+            changes = take_changes(block.numpy(), fresh.numpy(), word_bytes(partition))
+            if changes is not None:
+                return "words", pack(*changes, partition.nbytes, out.numpy())
         block.copy_(fresh)
         out.copy_(fresh)
         return "full", partition.nbytes
