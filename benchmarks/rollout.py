@@ -217,7 +217,7 @@ class Run:
             await asyncio.sleep(0.02)
         await asyncio.sleep(2.0)
         began = time.monotonic()
-        for pid in descendants(engine.pid):
+        for pid in descendants(engine.program.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:

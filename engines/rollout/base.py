@@ -79,8 +79,10 @@ class Group:
 class RolloutEngine(Protocol):
     """A loaded engine. One instance lives as long as its host; calls come from one event loop."""
 
-    door: str
-    """URL of the engine's own OpenAI-compatible server; '' where it has none."""
+    @property
+    def door(self) -> str:
+        """URL of the engine's own OpenAI-compatible server; '' where it has none."""
+        ...
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Group]:
         """Yields each group once, as soon as all of its samples are finished; order is free.

@@ -1,18 +1,14 @@
-"""A rollout engine in another environment: the host's side of ``child.Program``. Imports no engine."""
+"""A rollout engine whose program runs in another environment. Imports no engine."""
 
 import asyncio
-import contextlib
 import itertools
 import json
 import shutil
-import socket
-import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import headrace
 from headrace.blocks.weights import Adapter, Served, WeightSource
 from headrace.engines.checkpoint import pull
 from headrace.engines.checkpoint.adapter import write_adapter
@@ -20,44 +16,17 @@ from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.plan import wire_metas
 from headrace.engines.folder import parameter_shapes
 from headrace.engines.lora import adapter_of, adapter_shapes
-from headrace.engines.process import Child, describe_exit
-from headrace.engines.rollout import errors, wire
+from headrace.engines.rollout import wire
 from headrace.engines.rollout.base import START_VERSION, Completion, Group, Request
-from headrace.engines.rollout.errors import EngineDied, NotServing, RequestTooLong, RolloutError, WrongLogprobs
+from headrace.engines.rollout.errors import NotServing, RequestTooLong, WrongLogprobs
+from headrace.engines.rollout.program import CALL_S, Launch, Program
 from headrace.engines.rollout.spec import RolloutSpec
 
-START_DEADLINE_S = 900.0
-"""Seconds until the program must be ready: large models load and compile for minutes."""
 LOAD_LIMIT_S = 3600.0
 """Longest time that a load of weights may take in all."""
-CALL_S = 60.0
 STATUS_EVERY_S = 5.0
 SILENT_S = 60.0
 """A program that does not answer for so long is dead, though its process may live."""
-LINES = 50
-"""Of the program's log, in what is told about its end."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How an engine program is started."""
-
-    name: str
-    """For messages: vLLM, SGLang."""
-    program: Sequence[str]
-    """What the interpreter runs: ``-m``, module."""
-    flags: Sequence[str]
-    """Its arguments after the socket and the options."""
-    env: Mapping[str, str]
-    places: int
-    """Samples given to the engine at a time; the others wait here, so that it may be lost or paused cheaply."""
-    max_len: int
-    """Longest prompt and response."""
-    salted: bool
-    tested: Sequence[str]
-    """Versions that were run, oldest first: ``0.26``."""
-    door: tuple[int, str] | None = None
-    """Port (0 = any) and key of the OpenAI-compatible door."""
 
 
 @dataclass
@@ -79,7 +48,7 @@ class HostedEngine:
         self._shapes = parameter_shapes(Path(spec.model))
         self._numbers = itertools.count()
         self._groups: dict[int, _Under] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._program: Program | None = None
         self._loading = asyncio.Lock()
         self._served: Served | None = None
         self._adapter: Adapter | None = None
@@ -87,9 +56,6 @@ class HostedEngine:
         self._quantization = getattr(spec.backend, "quantization", None)
         self._broken = "weights for its quantised layers have not come yet" if self._quantization else ""
         self._spoiled = False
-        self._about: dict[str, Any] = {}
-        self.door = ""
-        """URL of the OpenAI-compatible door, when it is open."""
 
     @classmethod
     async def launched(cls, spec: RolloutSpec, launch: Launch, log_dir: Path) -> Self:
@@ -109,67 +75,27 @@ class HostedEngine:
             MissingPackage, UnsupportedEngine, ModelDoesNotFit, PortTaken: see ``errors``.
             EngineDied: it ended first, or was not ready in time; the message has the end of its log.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="headrace-engine-")
         if self._spec.lora is not None and self._adapter is None:
             self._adapter = await asyncio.to_thread(adapter_of, Path(self._spec.model), self._spec.lora)
-        # The interpreter must find our package, and nothing else of our environment.
-        (Path(self._folder.name) / "headrace").symlink_to(Path(headrace.__file__).resolve().parent)
-        mine, other = socket.socketpair()
-        fds = [other.fileno()]
-        options: dict[str, Any] = {
+        options = {
             "places": self.launch.places,
             "salted": self.launch.salted,
             "start_version": START_VERSION,
             "empty": bool(self._quantization),
         }
-        env = {**self.launch.env, "PYTHONPATH": self._folder.name}
-        with contextlib.ExitStack() as sockets:
-            sockets.enter_context(other)
-            if self.launch.door is not None:
-                listener = sockets.enter_context(_listen(self.launch.door[0]))
-                self.door = f"http://127.0.0.1:{listener.getsockname()[1]}"
-                fds.append(listener.fileno())
-                options["door_fd"] = listener.fileno()
-                env["HEADRACE_DOOR_KEY"] = self.launch.door[1]
-            arguments = [str(other.fileno()), json.dumps(options), *self.launch.flags]
-            log = self._log_dir / f"{self.launch.name.lower()}.log"
-            command = [self._spec.python, *self.launch.program, *arguments]
-            self._child = Child(command, log=log, env=env, grace_s=10.0, pass_fds=fds)
-        mine.setblocking(False)
-        reader, self._writer = await asyncio.open_connection(sock=mine)
-        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                first = await self._first(reader)
-        except TimeoutError as error:
-            raise EngineDied(
-                f"{self.launch.name} was not ready after {START_DEADLINE_S:.0f} s. {self.last_lines()}"
-            ) from error
-        self._about = first
-        self._warn()
-        self._reading = asyncio.create_task(self._read(reader, self._child))
+        self._program = Program(self.launch, self._spec.python, self._log_dir)
+        await self._program.start(options, self._note)
 
-    async def _first(self, reader: asyncio.StreamReader) -> dict[str, Any]:
-        frame = await wire.receive(reader)
-        if frame is not None and frame[0]["op"] == "ready":
-            return frame[0]
-        code = await self._ended(self._child)
-        if frame is not None:
-            raise getattr(errors, frame[0]["kind"])(frame[0]["message"])
-        lines = self.last_lines()
-        what = f"{self.launch.name} ended while it started ({code}). "
-        if advice := errors.does_not_fit(self._child.tail(LINES * 4)):
-            raise errors.ModelDoesNotFit(f"{what}{advice} {lines}")
-        raise EngineDied(what + lines)
+    @property
+    def program(self) -> Program:
+        """The one that runs now; a load that failed half-way may have replaced another."""
+        assert self._program is not None, "open it first"
+        return self._program
 
-    def _warn(self) -> None:
-        version = self._about["version"]
-        if not any(version == known or version.startswith(f"{known}.") for known in self.launch.tested):
-            print(
-                f"warning: {self.launch.name} {version} was not tested with this Headrace (tested: "
-                f"{', '.join(self.launch.tested)}); what is used of it is there, but look at log-probability parity",
-                flush=True,
-            )
+    @property
+    def door(self) -> str:
+        """URL of the OpenAI-compatible door, when it is open."""
+        return self._program.door if self._program is not None else ""
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Group]:
         """See ``RolloutEngine.generate``.
@@ -182,7 +108,7 @@ class HostedEngine:
         """
         self._check(requests)
         numbers = {next(self._numbers): request for request in requests}
-        lost = self._lost
+        lost = self.program.lost
         try:
             waiting: set[asyncio.Future[Any]] = {self._submit(number, request) for number, request in numbers.items()}
             while waiting:
@@ -195,35 +121,35 @@ class HostedEngine:
         finally:
             for number in numbers:
                 if self._groups.pop(number, None) is not None:
-                    self._send({"op": "drop", "group": number})
+                    self.program.send({"op": "drop", "group": number})
 
     async def pause(self, mode: str = "keep") -> None:
         """See ``RolloutEngine.pause``."""
-        await self._call("pause", mode=mode, timeout_s=LOAD_LIMIT_S)
+        await self.program.call("pause", mode=mode, timeout_s=LOAD_LIMIT_S)
 
     async def resume(self) -> None:
         """See ``RolloutEngine.resume``."""
-        await self._call("resume")
+        await self.program.call("resume")
 
     async def reset_caches(self) -> None:
         """See ``RolloutEngine.reset_caches``."""
-        await self._call("reset_caches")
+        await self.program.call("reset_caches")
 
     async def sleep(self, level: int = 1) -> None:
         """See ``RolloutEngine.sleep``. Raises ValueError for level 2 with LoRA: no version brings a base back."""
         if level == 2 and self._adapter is not None:
             raise ValueError("an engine of LoRA adapters cannot give its base away: sleep with level 1")
-        await self._call("pause", mode="keep", timeout_s=LOAD_LIMIT_S)
-        await self._call("sleep", level=level)
+        await self.program.call("pause", mode="keep", timeout_s=LOAD_LIMIT_S)
+        await self.program.call("sleep", level=level)
 
     async def wake(self) -> None:
         """See ``RolloutEngine.wake``."""
-        await self._call("wake")
-        await self._call("resume")
+        await self.program.call("wake")
+        await self.program.call("resume")
 
     async def metrics(self) -> dict[str, float]:
         """See ``RolloutEngine.metrics``."""
-        return await self._call("status")
+        return await self.program.call("status")
 
     async def load_weights(self, source: WeightSource, *, deadline_s: float) -> Served:
         """See ``RolloutEngine.load_weights``."""
@@ -244,7 +170,7 @@ class HostedEngine:
             name: [dtype, shape] for name, dtype, shape in wire_metas(metas, self._spec.dtype, self._quantization)
         }
         self._spoiled = True  # until it is known better: the program may die under the load
-        answer = await self._call(
+        answer = await self.program.call(
             "load",
             source=source.model_dump_json(),
             expect=json.dumps(expect),
@@ -263,9 +189,9 @@ class HostedEngine:
 
     async def _load_adapter(self, source: WeightSource, deadline_s: float) -> tuple[Served, float]:
         """Pulls while requests go on; they wait only until the engine has read the adapter."""
-        folder = Path(self._folder.name) / f"adapter-{next(self._numbers)}"
+        folder = self.program.folder / f"adapter-{next(self._numbers)}"
         served = await asyncio.to_thread(self._pull_adapter, source, folder, deadline_s)
-        answer = await self._call(
+        answer = await self.program.call(
             "load_adapter", path=str(folder), version=source.version, timeout_s=max(deadline_s, CALL_S)
         )
         if "error" in answer:
@@ -290,7 +216,7 @@ class HostedEngine:
 
     async def _restart(self) -> None:
         """A new program in place of one whose model is half loaded."""
-        await self._stop()
+        await self.program.stop()
         await self.open()
         self._spoiled = False
 
@@ -301,7 +227,7 @@ class HostedEngine:
     def fingerprint(self) -> dict[str, str]:
         """See ``RolloutEngine.fingerprint``."""
         return {
-            "engine": self._about["engine"],
+            "engine": self.program.about["engine"],
             "device": "cuda" if self._spec.gpus else "cpu",
             "threads": str(self._spec.threads),
             "head_dtype": self._spec.head_dtype,
@@ -314,32 +240,16 @@ class HostedEngine:
     async def watch(self) -> None:
         """See ``RolloutEngine.watch``. A program that is replaced on purpose is not lost."""
         while True:
-            await asyncio.wait([self._lost], timeout=STATUS_EVERY_S)
+            await asyncio.wait([self.program.lost], timeout=STATUS_EVERY_S)
             if not self._loading.locked():  # a load has its own deadline, and may replace the program
-                await self._call("status", timeout_s=SILENT_S)
-            elif self._lost.done():
+                await self.program.call("status", timeout_s=SILENT_S)
+            elif self.program.lost.done():
                 await asyncio.sleep(STATUS_EVERY_S)
 
     async def close(self) -> None:
         """Ends the program."""
-        if hasattr(self, "_child"):
-            await self._stop()
-
-    async def _stop(self) -> None:
-        if hasattr(self, "_reading"):
-            self._reading.cancel()
-        self._writer.close()
-        await asyncio.to_thread(self._child.stop)
-        self._lose(f"{self.launch.name} was stopped")
-        self._folder.cleanup()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the program's guard."""
-        return self._child.pid
-
-    def last_lines(self) -> str:
-        return f"Its last lines:\n{self._child.tail(LINES)}"
+        if self._program is not None:
+            await self._program.stop()
 
     def _submit(self, number: int, request: Request) -> asyncio.Future[Group]:
         under = self._groups[number] = _Under(request)
@@ -356,7 +266,7 @@ class HostedEngine:
             under.done.set_result(_group(request))
             return under.done
         sampling = request.sampling
-        self._send(
+        self.program.send(
             {
                 "op": "submit",
                 "group": number,
@@ -370,24 +280,12 @@ class HostedEngine:
         )
         return under.done
 
-    async def _read(self, reader: asyncio.StreamReader, child: Child) -> None:
-        """Everything that the program says, until it ends."""
-        while (frame := await wire.receive(reader)) is not None:
-            message, block = frame
-            if message["op"] == "news":
-                self._note(message["samples"], memoryview(block))
-            elif message["op"] == "answer":
-                if (call := self._calls.pop(message["call"], None)) is not None and not call.done():
-                    call.set_result(message)
-            elif message["op"] == "refused":
-                self._lose(message["message"], getattr(errors, message["kind"]))
-        code = await self._ended(child)
-        self._lose(f"{self.launch.name} ended ({code})")
-
     def _note(self, samples: list[list[Any]], block: memoryview) -> None:
         total = sum(entry[2] for entry in samples)
         if len(block) != 8 * total:
-            return self._lose(f"{self.launch.name}'s host sent {len(block)} bytes for {total} tokens", WrongLogprobs)
+            return self.program.lose(
+                f"{self.launch.name}'s host sent {len(block)} bytes for {total} tokens", WrongLogprobs
+            )
         ids, logprobs = wire.unpack_ints(block[: 4 * total]), wire.unpack_floats(block[4 * total :])
         at = 0
         for number, index, count, version, reason in samples:
@@ -405,43 +303,11 @@ class HostedEngine:
                 if not under.done.done():
                     under.done.set_result(_group(under.request))
 
-    def _send(self, message: dict[str, Any], block: bytes = b"") -> None:
-        if not self._writer.is_closing():
-            self._writer.write(wire.pack(message, block))
-
-    async def _call(self, op: str, *, timeout_s: float = CALL_S, **arguments: Any) -> Any:
-        number = next(self._numbers)
-        call = self._calls[number] = asyncio.get_running_loop().create_future()
-        lost = self._lost
-        self._send({"op": op, "call": number, "args": arguments})
-        try:
-            await asyncio.wait({call, lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._calls.pop(number, None)
-        if lost.done():
-            lost.result()
-        if not call.done():
-            self._lose(f"{self.launch.name} has not answered {op} for {timeout_s:.0f} s")
-            lost.result()
-        if "error" in call.result():
-            raise EngineDied(f"{self.launch.name} failed to {op}: {call.result()['error']}. {self.last_lines()}")
-        return call.result()["result"]
-
-    def _lose(self, what: str, kind: type[RolloutError] = EngineDied) -> None:
-        if not self._lost.done():
-            self._lost.set_exception(kind(f"{what}. {self.last_lines()}"))
-            self._lost.exception()  # seen: nobody need wait for it now
-
-    async def _ended(self, child: Child) -> str:
-        """How the program ended; it has closed its socket, so it is about to."""
-        code = await asyncio.to_thread(child.wait, 10.0)
-        return describe_exit(code) if code is not None else "its process hangs"
-
     def _check(self, requests: Sequence[Request]) -> None:
         if self._broken:
             raise NotServing(f"this engine serves no weights: {self._broken}")
-        if self._lost.done():
-            self._lost.result()
+        if self.program.lost.done():
+            self.program.lost.result()
         for request in requests:
             prompt, answer = len(request.prompt_ids), request.sampling.max_tokens
             if not prompt or not request.seeds or answer < 1:
@@ -455,12 +321,3 @@ class HostedEngine:
 
 def _group(request: Request) -> Group:
     return Group(request.group, [request.begun[index] for index in range(len(request.seeds))])
-
-
-def _listen(port: int) -> socket.socket:
-    try:
-        return socket.create_server(("127.0.0.1", port))
-    except OSError as error:
-        raise errors.PortTaken(
-            f"port {port} on this machine is taken ({error.strerror}): choose another openai_port; 0 = any free one"
-        ) from error

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.blocks.recipe import SGLangRollout
-from headrace.engines.rollout.hosted import HostedEngine, Launch
+from headrace.engines.rollout.hosted import HostedEngine
+from headrace.engines.rollout.program import Launch
 from headrace.engines.rollout.spec import RolloutSpec
 
 QUEUED = 2

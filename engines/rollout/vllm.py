@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from headrace.blocks.recipe import VLLMRollout
-from headrace.engines.rollout.hosted import HostedEngine, Launch
+from headrace.engines.rollout.hosted import HostedEngine
+from headrace.engines.rollout.program import Launch
 from headrace.engines.rollout.spec import RolloutSpec
 from headrace.engines.rollout.vllm_server import environment, flags
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engines.rollout.hosted import HostedEngine, Launch
+from headrace.engines.rollout.hosted import HostedEngine
+from headrace.engines.rollout.program import Launch
 from headrace.engines.rollout.spec import RolloutSpec
 
 PROGRAM = (str(Path(__file__).with_name("scripted_engine.py")),)

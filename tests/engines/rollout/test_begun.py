@@ -54,7 +54,7 @@ async def test_another_engine_goes_on(engines, tiny_model: Path, tmp_path: Path,
     work = asyncio.create_task(jobs.generate(await bench(first, tiny_model, 0.1), job(store), lambda **_: None))
     await asyncio.sleep(0.5)
     if how == "engine":
-        os.kill(descendants(first.pid)[0], signal.SIGKILL)
+        os.kill(descendants(first.program.pid)[0], signal.SIGKILL)
         with pytest.raises(EngineDied):
             await work
     else:  # what a killed host leaves is what it saved last

@@ -160,7 +160,7 @@ async def test_an_adapter_is_pulled_by_the_host_and_one_that_the_engine_refuses_
     with pytest.raises(ValueError, match="sleep with level 1"):
         await engine.sleep(level=2)
     assert len(await collect(engine, requests())) == 2
-    [folder] = Path(engine._folder.name).glob("adapter-*")
+    [folder] = engine.program.folder.glob("adapter-*")
     assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 

@@ -60,7 +60,7 @@ def spec(model: Path, **changes: Any) -> RolloutSpec:
 async def engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SGLangEngine]:
     engine = await SGLangEngine.start(spec(models[0]), tmp_path_factory.mktemp("sglang"))
     yield engine
-    pid = engine._child.pid
+    pid = engine.program.pid
     await engine.close()
     assert not descendants(pid)
 
@@ -101,7 +101,7 @@ async def test_a_killed_engine_is_an_error_with_its_tokens(models: tuple[Path, P
         async with asyncio.timeout(60):
             while not any(request.begun for request in asked):
                 await asyncio.sleep(0.005)
-        for pid in descendants(engine._child.pid):
+        for pid in descendants(engine.program.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="Its last lines"):

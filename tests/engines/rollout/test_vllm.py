@@ -3,51 +3,38 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from headrace.blocks.recipe import Lora, VLLMRollout
-from headrace.blocks.weights import Adapter, WeightManifest, WeightSource
-from headrace.engines.checkpoint import WeightError, publish
-from headrace.engines.folder import parameter_shapes
+from headrace.blocks.weights import WeightSource
+from headrace.engines.checkpoint import WeightError
 from headrace.engines.guard import descendants
-from headrace.engines.lora import adapter_of, adapter_shapes
 from headrace.engines.model.folder import beside
-from headrace.engines.rollout.base import START_VERSION, Completion, Request, Sampling
-from headrace.engines.rollout.counter import sample_seed
+from headrace.engines.rollout.base import START_VERSION, Completion, Request
 from headrace.engines.rollout.errors import EngineDied, ModelDoesNotFit, NotServing, RequestTooLong
-from headrace.engines.rollout.hosted import HostedEngine
-from headrace.engines.rollout.spec import RolloutSpec
 from headrace.engines.rollout.vllm import VLLMEngine
+from tests.engines.rollout.vllm_cases import (
+    MORE,
+    REAL_VLLM,
+    collect,
+    compare,
+    compare_spans,
+    kept_adapter,
+    published,
+    requests,
+    sampling,
+    send,
+    spec,
+)
 
-PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON", "")
-MORE = 16
-"""Samples of each of three groups: more than the engine gets at once, so that some are left however fast it is."""
+pytestmark = REAL_VLLM
 STOPS = (100, 101, 102, 103, 104, 105)
-
-
-def spec(model: Path, max_model_len: int = 512, **changes: Any) -> RolloutSpec:
-    small = {"kind": "vllm", "max_model_len": max_model_len, "max_num_seqs": 16, "kv_cache_memory_bytes": 100_000_000}
-    backend = VLLMRollout.model_validate(small | changes)
-    return RolloutSpec(model=str(model), dtype="float32", gpus=0, threads=1, python=PYTHON, backend=backend)
-
-
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.vllm,
-    pytest.mark.skipif(not PYTHON, reason="HEADRACE_VLLM_PYTHON is not set"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +53,7 @@ async def engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
     log_dir = tmp_path_factory.mktemp("vllm")
     engine = await VLLMEngine.start(spec(models[0], openai_port=0), log_dir, door_key="secret")
     yield engine
-    pid = engine._child.pid
+    pid = engine.program.pid
     await engine.close()
     assert not descendants(pid)
 
@@ -98,38 +85,6 @@ async def test_a_kept_version_is_a_model_folder(make_model, tmp_path: Path, monk
         compare(await collect(engine, requests()), trained, 1.0, START_VERSION)
     finally:
         await engine.close()
-
-
-LORA = Lora(rank=4, alpha=8, target_modules=["q_proj", "down_proj"])
-
-
-@pytest.fixture
-async def adapted(models: tuple[Path, Path], tmp_path: Path) -> AsyncIterator[VLLMEngine]:
-    engine = await VLLMEngine.start(spec(models[0]).model_copy(update={"lora": LORA}), tmp_path)
-    yield engine
-    await engine.close()
-
-
-def kept_adapter(
-    model: Path, folder: Path, version: int, lora: Lora = LORA, **changes: Any
-) -> tuple[WeightSource, WeightManifest, Path]:
-    """A random LoRA adapter of ``model``, published into the store ``folder``; and the model with it merged in.
-
-    changes: what its manifest says of it beside the truth.
-    """
-    draw = torch.Generator().manual_seed(version)
-    about = adapter_of(model, lora).model_copy(update=changes)
-    weights = load_file(model / "model.safetensors")
-    shapes = adapter_shapes(parameter_shapes(model), lora.rank, about.target_modules)
-    adapter = {name: torch.randn(shape, generator=draw) / 8 for name, shape in shapes.items()}
-    for name, a in adapter.items():
-        if ".lora_A." in name:
-            layer = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
-            weights[layer] = weights[layer] + lora.alpha / lora.rank * adapter[name.replace(".lora_A.", ".lora_B.")] @ a
-    merged = folder / f"merged-{version}"
-    shutil.copytree(model, merged)
-    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
-    return *keep(adapter, folder, version, adapter=about), merged
 
 
 async def test_the_door_wants_the_key(engine: VLLMEngine):
@@ -253,52 +208,6 @@ async def test_samples_go_on_from_the_tokens_that_they_have(
     compare(continued, models[0], 1.0, 30)
 
 
-async def test_adapters_are_served_by_version(adapted: VLLMEngine, models: tuple[Path, Path], tmp_path: Path):
-    """Each against transformers with the adapter's product added to the weights."""
-    merged: dict[int, Path] = {}
-    compare(await collect(adapted, requests()), models[0], 1.0, START_VERSION)
-    for version in (1, 2):
-        source, manifest, merged[version] = kept_adapter(models[0], tmp_path, version)
-        served = await adapted.load_weights(source, deadline_s=20)
-        assert (served.version, served.digest) == (version, manifest.digest) and served == await adapted.served()
-        assert served.wire_nbytes == served.nbytes == manifest.plan.nbytes == 2 * 4 * 4 * (64 + 128 + 128 + 64)
-        compare(await collect(adapted, requests()), merged[version], 1.0, version)
-    # One that comes while samples are under way.
-    source, _, merged[3] = kept_adapter(models[0], tmp_path, 3)
-    generating = asyncio.create_task(collect(adapted, requests(max_tokens=450, n=MORE)))
-    await sampling(adapted, 200)
-    await adapted.load_weights(source, deadline_s=20)
-    groups = await generating
-    assert (2, 3) in {tuple(v for v, _ in c.weight_spans) for cs in groups.values() for c in cs}
-    compare_spans(groups, merged)
-    folder = Path(adapted._folder.name)
-    assert len(list(folder.glob("adapter-*"))) == 1, "those that were replaced are deleted"
-
-
-async def test_what_is_not_this_engines_adapter_is_refused_before_the_first_byte(
-    adapted: VLLMEngine, models: tuple[Path, Path], tmp_path: Path
-):
-    """Planted: the base's weights, another rank, another base; and then tensors that vLLM cannot take."""
-    rank, _, _ = kept_adapter(models[0], tmp_path, 2, LORA.model_copy(update={"rank": 8}))
-    base, _, _ = kept_adapter(models[1], tmp_path, 3)
-    bare = load_file(models[0] / "model.safetensors")
-    disguised, _ = keep(bare, tmp_path, 4, adapter=adapter_of(models[0], LORA))
-    for wrong, why in (
-        (published(models[0], tmp_path, 1), "a whole model was published, but this engine serves a LoRA adapter"),
-        (rank, "a LoRA adapter of rank 8.*but this engine serves a LoRA adapter of rank 4"),
-        (base, "of base .* but this engine serves"),
-        (disguised, "lora_A.weight is missing"),
-    ):
-        with pytest.raises(WeightError, match=why):
-            await adapted.load_weights(wrong, deadline_s=20)
-        assert await adapted.served() is None
-        with pytest.raises(NotServing, match=f"version {wrong.version}"):
-            await collect(adapted, requests())
-    good, _, merged = kept_adapter(models[0], tmp_path, 5)
-    await adapted.load_weights(good, deadline_s=20)
-    compare(await collect(adapted, requests()), merged, 1.0, 5)
-
-
 async def test_an_engine_of_whole_models_refuses_an_adapter(engine: VLLMEngine, models, tmp_path: Path):
     source, _, _ = kept_adapter(models[0], tmp_path, 40)
     with pytest.raises(WeightError, match="but this engine serves a whole model"):
@@ -315,7 +224,7 @@ async def test_a_killed_engine_is_an_error_with_its_log_and_its_tokens(models: t
             while not any(request.begun for request in asked):
                 await asyncio.sleep(0.005)
         began = time.monotonic()
-        for pid in descendants(engine._child.pid):
+        for pid in descendants(engine.program.pid):
             with contextlib.suppress(ProcessLookupError):  # the first one's end may end the others
                 os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="Its last lines"):
@@ -334,7 +243,7 @@ async def test_an_engine_process_that_dies_alone_is_noticed(models: tuple[Path, 
     try:
         generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=64)))
         await sampling(engine, 50)
-        program = descendants(engine._child.pid)[0]
+        program = descendants(engine.program.pid)[0]
         os.kill(descendants(program)[-1], signal.SIGKILL)  # vLLM's worker, below its engine process
         with pytest.raises(EngineDied):
             await asyncio.wait_for(generating, 60)
@@ -410,80 +319,3 @@ LONG = [5 + n * 7 % 250 for n in range(300)]
 
 def long_requests(max_tokens: int = 16) -> list[Request]:
     return [replace(request, prompt_ids=[*LONG, *request.prompt_ids]) for request in requests(max_tokens=max_tokens)]
-
-
-def requests(temperature: float = 1.0, max_tokens: int = 16, n: int = 4, stop: tuple[int, ...] = ()) -> list[Request]:
-    sampling = Sampling(temperature, max_tokens, stop)
-    return [Request(g, [1, 50 + g, 60], [sample_seed(0, g, s) for s in range(n)], sampling) for g in range(3)]
-
-
-async def sampling(engine: HostedEngine, tokens: int) -> None:
-    """Returns when the engine has sampled so many tokens from now on."""
-    before = (await engine.metrics())["tokens"]
-    async with asyncio.timeout(20):
-        while (await engine.metrics())["tokens"] < before + tokens:
-            await asyncio.sleep(0.005)
-
-
-async def collect(engine: HostedEngine, wanted: Sequence[Request]) -> dict[int, list[Completion]]:
-    return {group.group: group.completions async for group in engine.generate(wanted)}
-
-
-def compare(
-    groups: dict[int, list[Completion]], model: Path, temperature: float, version: int, before: Sequence[int] = ()
-) -> None:
-    """Every log-probability against a forward of transformers. before: what the prompts begin with."""
-    assert all(c.weight_spans == [(version, len(c.token_ids))] for cs in groups.values() for c in cs)
-    compare_spans(groups, {version: model}, before, temperature)
-
-
-def compare_spans(
-    groups: dict[int, list[Completion]], models: dict[int, Path], before: Sequence[int] = (), temperature: float = 1.0
-) -> None:
-    """Every log-probability against a forward of the model of its weight version."""
-    references = {v: AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32) for v, m in models.items()}
-    for group, completions in groups.items():
-        prompt = [*before, 1, 50 + group, 60]
-        for c in completions:
-            ids = torch.tensor([[*prompt, *c.token_ids]])
-            at = 0
-            for version, count in c.weight_spans:
-                with torch.inference_mode():
-                    expected = torch.log_softmax(
-                        references[version](ids).logits[0, len(prompt) - 1 : -1] / temperature, -1
-                    )
-                expected = expected.gather(1, torch.tensor(c.token_ids)[:, None])[at : at + count, 0]
-                said = torch.tensor(c.logprobs[at : at + count])
-                torch.testing.assert_close(said, expected, atol=1e-4, rtol=0)
-                at += count
-            assert at == len(c.token_ids)
-
-
-def published(model: Path, store: Path, version: int) -> WeightSource:
-    return keep(load_file(model / "model.safetensors"), store, version)[0]
-
-
-def send(model: Path, version: int, **where: Any) -> WeightManifest:
-    return send_tensors(load_file(model / "model.safetensors"), version, **where)
-
-
-def keep(
-    tensors: dict[str, torch.Tensor], store: Path, version: int, adapter: Adapter | None = None
-) -> tuple[WeightSource, WeightManifest]:
-    """Publishes into a store."""
-    source = WeightSource(version=version, transport="store", address=f"weights/{version}", store=str(store))
-    where = source.model_dump(include={"transport", "address", "store"})
-    return source, send_tensors(tensors, version, adapter=adapter, **where)
-
-
-def send_tensors(tensors: dict[str, torch.Tensor], version: int, **where: Any) -> WeightManifest:
-    return publish(
-        iter(tensors.items()),
-        [(name, "float32", list(tensor.shape)) for name, tensor in tensors.items()],
-        version=version,
-        train_step=version,
-        partition_bytes=1 << 16,
-        wire_dtype="float32",
-        deadline_s=20,
-        **where,
-    )

@@ -23,16 +23,11 @@ from headrace.engines.rollout.base import Request, Sampling
 from headrace.engines.rollout.errors import NotServing
 from headrace.engines.rollout.spec import RolloutSpec
 from headrace.engines.rollout.vllm import VLLMEngine
+from tests.engines.rollout.vllm_cases import PYTHON, REAL_VLLM
 
-PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON", "")
+pytestmark = REAL_VLLM
 PROMPT = [1, 50, 60, 70]
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.vllm,
-    pytest.mark.skipif(not PYTHON, reason="HEADRACE_VLLM_PYTHON is not set"),
-]
 
 
 @pytest.fixture(scope="module")
