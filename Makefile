@@ -3,21 +3,22 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(if 
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 export HEADRACE_HOME ?= $(HOME)/.headrace
 MODEL := $(HEADRACE_HOME)/models/smollm2-135m-instruct
 export HF_HUB_OFFLINE ?= 1
 export DO_NOT_TRACK ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-vllm lint install dev model vllm-env down clean lock
+.PHONY: quickstart test lint install dev model vllm-env down clean lock
 
 quickstart: install model
 	@$(BIN)/headrace run quickstart --up
 
-# Most tests wait for processes, so two files at a time; vLLM's among themselves.
+# Most tests wait for processes, so two files at a time, in the order of tests/conftest.py; vLLM's among themselves.
 test: dev model vllm-env
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not vllm'
-	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -n 2 --dist loadfile -m vllm --durations=5
+	$(PYTEST) -m 'not vllm'
+	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(PYTEST) -m vllm --durations=5
 
 lint: dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python

@@ -335,7 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=int, choices=tuple(MODELS), default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--partition-mb", type=int, default=32)
+    parser.add_argument("--partition-mb", type=int, default=64)
     parser.add_argument("--only", default="shm,tcp,gloo,nixl,file,delta")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--gpu", nargs=argparse.REMAINDER)

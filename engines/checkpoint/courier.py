@@ -34,6 +34,7 @@ _ALIVE_S = 1.0
 
 _HELLO_S = 5.0
 """For a stranger to say something."""
+_TEND_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ class Courier:
         self._lost: list[str] = []
         self._served = 0
         self._tasks: set[asyncio.Task] = set()
+        self._tending: asyncio.Task | None = None
         self._open = True
         self._publisher_waits = True
         """While the publisher waits for receivers, the others hear ``alive``; while it exports, they hear nothing."""
@@ -161,6 +163,8 @@ class Courier:
     async def gather(self, listener: socket.socket) -> None:
         """Waits for the receivers; goes on with those that came when the deadline ends. Raises WeightError for none."""
         accepting = asyncio.create_task(self._accept(listener))
+        if (tend := self._carrier.tend) is not None:
+            self._tending = asyncio.create_task(_again_and_again(tend))
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(
@@ -222,6 +226,8 @@ class Courier:
         self._digest = digest_of_hashes(hashes)
         self._notify()
         await self._until(lambda: not self._living)
+        if self._tending is not None:
+            self._tending.cancel()
         if self._served < (len(self._groups) if self._carrier.group else 1):
             raise self._nobody()
         return hashes
@@ -354,3 +360,9 @@ class Courier:
 
     def _too_few(self) -> bool:
         return not self._living or (self._carrier.group is not None and len(self._living) < len(self._groups))
+
+
+async def _again_and_again(tend: Callable[[], None]) -> None:
+    while True:
+        tend()
+        await asyncio.sleep(_TEND_S)

@@ -18,8 +18,8 @@ from headrace.blocks.fp8 import quantised, scales_name, scales_shape
 from headrace.blocks.weights import Adapter, Partition, Plan, Quantization, TensorSlice
 from headrace.engines.checkpoint.errors import WeightError
 
-PARTITION_BYTES = 16 << 20
-"""Default size of a partition in host memory: what is written stays in a processor's cache until it is read."""
+PARTITION_BYTES = 64 << 20
+"""Default size of a partition in host memory."""
 
 Meta = tuple[str, str, Sequence[int]]
 """Hugging Face name, torch's dtype name, shape."""

@@ -26,6 +26,9 @@ class Carrier(Protocol):
     group: "Group | None"
     """Where partitions are sent to all receivers at once. None: each fetches on its own, and may leave at any time."""
 
+    tend: Callable[[], None] | None
+    """What to do every millisecond while receivers may fetch; None for nothing."""
+
     def slot(self, index: int) -> Tensor:
         """One of the slots, uint8 [slot_bytes]."""
         ...
@@ -126,6 +129,7 @@ class Slots:
     """Slots of ordinary memory on a device, and a carrier's parts that most transports do not need."""
 
     group: Group | None = None
+    tend: Callable[[], None] | None = None
 
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
         self.slot_bytes = slot_bytes

@@ -1,8 +1,9 @@
 """Transport ``nixl``: receivers read the publisher's slots through NIXL (UCX: RDMA, NVLink, shared memory or TCP).
 
 One agent for each process, because connecting takes a tenth of a second: agents, and what they know of each other, stay
-from version to version. The publisher is passive, so it needs NIXL's progress thread; the receiver polls, so it needs
-none.
+from version to version. Without NIXL's progress thread, which would keep a core busy for as long as the trainer lives:
+the receiver polls for what it reads, and the publisher, which is passive, lets its agent work every millisecond of a
+publish.
 """
 
 import base64
@@ -42,11 +43,14 @@ def _failures() -> tuple[type[Exception], ...]:
 
 @lru_cache
 def _agent(passive: bool) -> Any:
+    """The one that is read from (``passive``), or the one that reads: a process may be both."""
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")  # UCX leaves GPU memory out when the CUDA context comes after the agent
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     api = import_module(f"{package()}._api")
-    config = api.nixl_agent_config(enable_prog_thread=passive, backends=["UCX"])
+    config = api.nixl_agent_config(
+        enable_prog_thread=False, backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    )
     try:
         return api.nixl_agent(f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", config)
     except _failures() as error:
@@ -76,6 +80,10 @@ class _Registered(Slots):
 
 class NixlCarrier(_Registered):
     """See ``Carrier``."""
+
+    def __init__(self, slot_bytes: int, device: torch.device) -> None:
+        super().__init__(slot_bytes, device, passive=True)
+        self.tend = self.agent.get_new_notifs  # there are none, but looking for them lets the agent answer receivers
 
     def facts(self) -> dict[str, Any]:
         metadata = base64.b64encode(self.agent.get_agent_metadata()).decode()
@@ -160,7 +168,7 @@ def _forget() -> None:
 
 
 def make_carrier(transport: str, slot_bytes: int, device: torch.device) -> NixlCarrier:
-    return NixlCarrier(slot_bytes, device, passive=True)
+    return NixlCarrier(slot_bytes, device)
 
 
 def make_intake(transport: str, link: Link, offer: dict[str, Any], device: torch.device) -> NixlIntake:
