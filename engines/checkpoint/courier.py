@@ -152,7 +152,8 @@ class Courier:
         self._tending: asyncio.Task | None = None
         self._open = True
         self._publisher_waits = True
-        """While the publisher waits for receivers, the others hear ``alive``; while it exports, they hear nothing."""
+        """While the publisher waits for receivers, or for more of them to come, the others hear ``alive``; while it
+        exports, they hear nothing."""
         self._changed = asyncio.Event()
         """Replaced whenever anything changed."""
         self._exporter = threading.Condition()
@@ -324,7 +325,7 @@ class Courier:
             except TimeoutError:
                 if peer.told > peer.acknowledged and time.monotonic() - peer.heard > self._deadline_s:
                     raise
-                if self._publisher_waits:
+                if self._publisher_waits or not self._begun:
                     await peer.send("alive")
 
     async def _lose(self, peer: _Peer, why: str) -> None:

@@ -1,6 +1,7 @@
 """Publishing to receivers that pull: the same for every transport but the store.
 
 Partition i lies in slot i % SLOTS. A slot is written again when every living receiver has acknowledged what was in it.
+The first ones are filled while receivers come and are told the plan.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ class StreamSender:
         slot_bytes = slot_bytes_for(plan.partitions, mmap.PAGESIZE)
         self._carrier = claim(self._address, self._transport, slot_bytes, self._device, release.version)
         try:
-            listener = listen(self._address, release.version, local=self._transport in LOCAL)
+            self._listener = listen(self._address, release.version, local=self._transport in LOCAL)
         except WeightError:
             unclaim(self._address)
             raise
@@ -85,23 +86,18 @@ class StreamSender:
         base = self._kept.digest_for(plan) if self._kept else ""
         secret = self._address.partition("#")[2]
         self._courier = Courier(self._carrier, offer, plan, self._receivers, self._deadline_s, secret, base)
-        try:
-            if self._listening is not None:
-                self._listening()
-            self._ask(self._courier.gather(listener), self._unwanted)
-        except BaseException as error:
-            self.__exit__(type(error), error)
-            raise
-        finally:
-            unlisten(listener, self._address, local=self._transport in LOCAL)
+        self._gathering = self._begun(self._courier.gather(self._listener))
         if self._kept is not None:
-            self._kept.begin(plan)
             self._fresh = torch.empty(slot_bytes, dtype=torch.uint8)
+        if self._listening is not None:
+            self._listening()
         return self
 
     def __exit__(self, *raised: object) -> None:
         if raised and raised[1] is not None:
-            self._ask(self._courier.abort(str(raised[1])), lambda: False)
+            self._result(self._begun(self._courier.abort(str(raised[1]))), lambda: False)
+            if self._gathering is not None:
+                unlisten(self._listener, self._address, local=self._transport in LOCAL)
             turn_away(self._address)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -112,10 +108,14 @@ class StreamSender:
     def buffer(self, partition: Partition) -> Tensor:
         if self._kept is not None:
             return self._fresh[: partition.nbytes]
-        self._courier.free(partition.index)
+        if partition.index >= SLOTS:
+            self._meet()
+            self._courier.free(partition.index)
         return self._slot(partition)
 
     def send(self, partition: Partition, found: str | None) -> None:
+        if self._kept is not None or self._carrier.group is not None:
+            self._meet()  # what they have decides what is sent
         if self._kept is not None:
             assert found is not None  # changes are found in host memory only
             fresh = self._fresh[: partition.nbytes]
@@ -128,6 +128,7 @@ class StreamSender:
             self._announce(slot, "full", found or begin_hash(slot, self._hashing))
 
     def commit(self) -> WeightManifest:
+        self._meet()
         try:
             for sending in self._sending:
                 sending.result(6 * self._deadline_s + 5)  # it has deadlines of its own
@@ -137,7 +138,7 @@ class StreamSender:
                 version=self._release.version,
                 advice="see the trainer's log; a longer deadlines.sync, if it is busy",
             ) from error
-        hashes = self._ask(self._courier.finish(), self._unwanted)
+        hashes = self._result(self._begun(self._courier.finish()), self._unwanted)
         if self._kept is not None:
             self._kept.commit(hashes)
         return self._release.manifest(hashes, self._hashing)
@@ -163,10 +164,23 @@ class StreamSender:
             self._courier.fail(error)
             raise
 
-    def _ask(self, coroutine: Coroutine[Any, Any, T], unwanted: Callable[[], bool]) -> T:
+    def _meet(self) -> None:
+        """Waits until the receivers are known. Raises WeightError when there is none."""
+        gathering = self._gathering
+        if gathering is None:
+            return
+        self._result(gathering, self._unwanted)
+        self._gathering = None
+        unlisten(self._listener, self._address, local=self._transport in LOCAL)
+        if self._kept is not None:
+            self._kept.begin(self._release.plan)
+
+    def _begun(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _result(self, running: Future[T], unwanted: Callable[[], bool]) -> T:
         # Every wait inside the courier has its own deadline; at most six of them follow each other in one call.
         end = time.monotonic() + 6 * self._deadline_s + 5
-        running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         while not wait([running], _LOOK_S).done:
             where = f"the receivers at {self._address.partition('#')[0]}"
             if unwanted():

@@ -109,7 +109,7 @@ def test_a_killed_receiver_is_dropped_and_comes_back(
     hold = {"before the plan": "layer.0.weight", "in the middle": "embed.weight"}.get(point, "half")
     dying = start_receiver(address, 1, rank=0, transport=transport, hold=hold)
     healthy = start_receiver(address, 1, rank=1, transport=transport)
-    assert publisher.says() == "holding"  # the receivers have joined, nothing was sent
+    assert publisher.says() == "holding"  # nothing was sent yet
     if point == "before the plan":
         os.kill(dying.pid, signal.SIGKILL)
         publisher.go_on()
