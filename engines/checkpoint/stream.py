@@ -29,6 +29,8 @@ from headrace.engines.checkpoint.rendezvous import listen, turn_away, unlisten
 T = TypeVar("T")
 _LOOK_S = 0.2
 """Between two looks whether somebody still wants the publish."""
+_TOLD_S = 5.0
+"""A publish that fails before its receivers have come waits so long for them, to tell them why."""
 
 
 class StreamSender:
@@ -95,6 +97,8 @@ class StreamSender:
 
     def __exit__(self, *raised: object) -> None:
         if raised and raised[1] is not None:
+            if self._gathering is not None and not self._unwanted():
+                wait([self._gathering], min(self._deadline_s, _TOLD_S))
             self._result(self._begun(self._courier.abort(str(raised[1]))), lambda: False)
             if self._gathering is not None:
                 unlisten(self._listener, self._address, local=self._transport in LOCAL)
