@@ -165,7 +165,7 @@ class Courier:
         """Waits for the receivers; goes on with those that came when the deadline ends. Raises WeightError for none."""
         accepting = asyncio.create_task(self._accept(listener))
         if (tend := self._carrier.tend) is not None:
-            self._tending = asyncio.create_task(_again_and_again(tend))
+            self._tending = asyncio.create_task(self._tend(tend))
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(
@@ -242,6 +242,15 @@ class Courier:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+    async def _tend(self, tend: Callable[[], None]) -> None:
+        try:
+            while True:
+                tend()
+                await asyncio.sleep(_TEND_S)
+        except Exception as error:  # libraries' errors share no class; the exporting thread must hear of it
+            what = f"transport {self._offer['transport']} failed while receivers fetched: {error}"
+            self.fail(WeightError(what, version=self._offer["version"], advice="transport tcp"))
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -361,9 +370,3 @@ class Courier:
 
     def _too_few(self) -> bool:
         return not self._living or (self._carrier.group is not None and len(self._living) < len(self._groups))
-
-
-async def _again_and_again(tend: Callable[[], None]) -> None:
-    while True:
-        tend()
-        await asyncio.sleep(_TEND_S)

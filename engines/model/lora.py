@@ -1,6 +1,6 @@
 """LoRA on the policy: PEFT's layers around the frozen linear layers of the model.
 
-PEFT is imported where it is used: trainers without adapters start more than a second earlier.
+PEFT is imported where it is used: most trainers have no adapter.
 """
 
 from contextlib import AbstractContextManager

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.blocks.weights import Transport, WeightManifest, WeightSource
 from headrace.engines.checkpoint import WeightError, digest_of, publish, pull, release, rendezvous, reserve
-from headrace.engines.checkpoint.carriers.base import unusable
+from headrace.engines.checkpoint.carriers.base import Slots, unusable
 
 nixl = pytest.param("nixl", marks=pytest.mark.skipif(not find_spec("nixl_cu12"), reason="NIXL is not installed"))
 ELASTIC = ["shm", "tcp", nixl]
@@ -253,4 +253,22 @@ def test_a_publish_that_nobody_wants_any_more_ends(
         source = WeightSource(version=1, transport=transport, address=address)
         served = pool.submit(pull, source, lambda *_: None, deadline_s=60)
         assert publish(iter(model.items()), metas, **sending, deadline_s=60).digest == served.result(10).digest
+    release(address)
+
+
+def test_a_library_that_fails_under_the_publisher_ends_the_publish(
+    model: dict[str, Tensor], metas: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise OSError("the agent is gone")
+
+    monkeypatch.setattr(Slots, "tend", staticmethod(fails))
+    address = reserve("127.0.0.1")
+    with ThreadPoolExecutor(1) as pool:
+        source = WeightSource(version=1, transport="tcp", address=address)
+        pulling = pool.submit(pull, source, lambda *_: None, deadline_s=20)
+        sending: dict[str, Any] = {"version": 1, "train_step": 1, "transport": "tcp", "address": address}
+        with pytest.raises(WeightError, match="failed while receivers fetched: the agent is gone"):
+            publish(iter(model.items()), metas, **sending, partition_bytes=4096, deadline_s=20)
+        assert isinstance(pulling.exception(20), WeightError)
     release(address)
