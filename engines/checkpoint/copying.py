@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-CACHED = 1 << 20
+CACHED = 1 << 19
 """Bytes that are copied and hashed at a time: a part of a core's second cache."""
 _LARGE = 16 << 20
 """Bytes. From here on a copy of its own is faster than the kernel that copies lists (65% of the speed on an H200)."""
@@ -33,23 +34,26 @@ def copy_all(into: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 def copy_all_hashed(into: Sequence[Tensor], data: Tensor) -> str:
     """Copies what lies in ``data``, uint8, into these places of the host's memory, one after the other, and returns the
     hash (xxh3) of what was written."""
-    state = xxhash.xxh3_128()
-    for target, view in zip(into, data.split_with_sizes([target.numel() for target in into]), strict=True):
-        copy_hashed(target, view, state)
+    state, source, done = xxhash.xxh3_128(), data.numpy(), 0
+    for place in into:
+        for target in cached_pieces(place):
+            target[:] = source[done : done + target.size]
+            state.update(target)
+            done += target.size
     return state.hexdigest()
 
 
-def cached_pieces(memory: Tensor) -> Iterator[Tensor]:
-    """Parts of a flat tensor in the host's memory that stay in the cache until they are hashed."""
-    return iter(memory.split(CACHED // memory.itemsize))
+def hash_all(places: Sequence[Tensor]) -> str:
+    """The hash (xxh3) of what lies in these places, uint8, of the host's memory, one after the other."""
+    state = xxhash.xxh3_128()
+    for place in places:
+        state.update(place.numpy())
+    return state.hexdigest()
 
 
-def copy_hashed(into: Tensor, values: Tensor, state: xxhash.xxh3_128) -> None:
-    """Copies flat tensors of one length into the host's memory, in any dtypes, and hashes what was written while it is
-    in the cache."""
-    # From a GPU's memory every copy costs the way there, from the host's it is the cache that counts.
-    step = CACHED // into.itemsize if values.device.type == "cpu" else max(into.numel(), 1)
-    for begin in range(0, into.numel(), step):
-        written = into[begin : begin + step]
-        written.copy_(values[begin : begin + step])
-        state.update(written.view(torch.uint8).numpy().data)
+def cached_pieces(place: Tensor) -> Iterator[np.ndarray]:
+    """Parts of a place in the host's memory, uint8, that stay in the cache until they are hashed. (NumPy's slices take
+    a tenth of the time of torch's.)"""
+    whole = place.numpy()
+    for begin in range(0, whole.size, CACHED):
+        yield whole[begin : begin + CACHED]

@@ -35,6 +35,8 @@ _ALIVE_S = 1.0
 _HELLO_S = 5.0
 """For a stranger to say something."""
 _TEND_S = 0.001
+_READ_S = 5e-5
+"""Between two looks at how far receivers have read."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class _Ready:
     """A partition that lies in its slot."""
 
     data: Tensor
+    """What lies there; empty where there is a ring."""
     form: Form
+    nbytes: int
     hash: str
 
 
@@ -63,6 +67,10 @@ class _Peer:
         """Index of the last partition that it has heard of, and that it has loaded."""
         self.heard = 0.0
         """When it last acknowledged something, or got something to do."""
+        self.read: Callable[[], int] | None = None
+        """How many bytes it has read from the ring."""
+        self.stuck = False
+        """It did not read for longer than the deadline, while others waited for it."""
 
     async def welcome(self, secret: str, carrier: Carrier) -> None:
         """Raises WeightError for somebody who does not know the address's secret."""
@@ -70,7 +78,7 @@ class _Peer:
             said = await asyncio.wait_for(self._exactly(len(secret)), min(self._deadline_s, _HELLO_S))
             if not hmac.compare_digest(said, secret.encode()):
                 raise WeightError("it does not know the secret of this address")
-        carrier.welcome(self._socket)
+        self.read = carrier.welcome(self._socket)
 
     async def send_bytes(self, data: memoryview) -> None:
         """A partition's bytes; raises TimeoutError when they were not taken within the deadline."""
@@ -159,6 +167,7 @@ class Courier:
         self._exporter = threading.Condition()
         """What follows is for the exporting thread, as of the last change."""
         self._least, self._short = -1, False
+        self._reading: tuple[_Peer, ...] = ()
         self.broken: BaseException | None = None
 
     async def gather(self, listener: socket.socket) -> None:
@@ -209,9 +218,37 @@ class Courier:
         if not in_time:
             raise WeightError(f"slots were not given back for {limit:g} s", version=self._offer["version"])
 
-    def announce(self, data: Tensor, form: Form, found: str) -> None:
-        """Tells everybody of a filled slot. data: what lies in it, uint8; found: the hash of the partition."""
-        self._ready.append(_Ready(data, form, found))
+    def drained(self, count: int) -> int:
+        """The exporting thread waits until all living receivers have read so many bytes from the ring; returns how many
+        they have.
+
+        Raises WeightError when nobody is left, or when a receiver neither reads nor is dropped.
+        """
+        self._publisher_waits = True
+        began = moved = time.monotonic()
+        before = -1
+        while True:
+            slowest = min(self._reading, key=_read, default=None)
+            read = before if slowest is None else _read(slowest)
+            if self.broken is not None:
+                raise self.broken
+            if self._short:
+                raise self._nobody()
+            if slowest is not None and read >= count:
+                self._publisher_waits = False
+                return read
+            now = time.monotonic()
+            if read != before:
+                before, moved = read, now
+            if slowest is not None and now - moved > self._deadline_s:
+                slowest.stuck = True  # its task drops it
+            if now - began > 6 * self._deadline_s + 5:
+                raise WeightError(f"a ring was not read for {now - began:g} s", version=self._offer["version"])
+            time.sleep(_READ_S)
+
+    def announce(self, data: Tensor, form: Form, nbytes: int, found: str) -> None:
+        """Tells everybody of a partition. data: what lies in its slot, uint8; nbytes: that travel; found: its hash."""
+        self._ready.append(_Ready(data, form, nbytes, found))
         self._notify()
 
     def fail(self, error: BaseException) -> None:
@@ -309,12 +346,11 @@ class Courier:
 
     async def _tell(self, peer: _Peer, index: int) -> None:
         ready = self._ready[index]
-        nbytes = ready.data.numel()
         if peer.told == peer.acknowledged:
             peer.heard = time.monotonic()
         peer.told = index
-        await peer.send("ready", index=index, slot=index % SLOTS, hash=ready.hash, form=ready.form, nbytes=nbytes)
-        if nbytes and (content := self._carrier.bytes_for(ready.data)) is not None:
+        await peer.send("ready", index=index, slot=index % SLOTS, hash=ready.hash, form=ready.form, nbytes=ready.nbytes)
+        if ready.data.numel() and (content := self._carrier.bytes_for(ready.data)) is not None:
             await peer.send_bytes(content)
 
     async def _listen(self, peer: _Peer) -> None:
@@ -332,7 +368,7 @@ class Courier:
                 async with asyncio.timeout(min(_ALIVE_S, self._deadline_s)):
                     await self._until(ready)
             except TimeoutError:
-                if peer.told > peer.acknowledged and time.monotonic() - peer.heard > self._deadline_s:
+                if peer.stuck or (peer.told > peer.acknowledged and time.monotonic() - peer.heard > self._deadline_s):
                     raise
                 if self._publisher_waits or not self._begun:
                     await peer.send("alive")
@@ -366,7 +402,12 @@ class Courier:
         with self._exporter:
             self._least = min((peer.acknowledged for peer in self._living), default=-1)
             self._short = self._begun and self._too_few()
+            self._reading = tuple(self._living)
             self._exporter.notify()
 
     def _too_few(self) -> bool:
         return not self._living or (self._carrier.group is not None and len(self._living) < len(self._groups))
+
+
+def _read(peer: _Peer) -> int:
+    return peer.read() if peer.read is not None else 0

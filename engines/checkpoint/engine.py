@@ -62,8 +62,8 @@ def publish(
     deadline_s: the longest that one wait may take, in seconds. The iterator is always read to its end, so that other
     ranks which take part in its gathers are never left in one.
 
-    Memory: twice ``partition_bytes`` (transports but the store cut it into four slots, and their partitions are half as
-    large), and one tensor of the iterator; with ``delta`` one copy of the version and one partition
+    Memory: twice ``partition_bytes`` (in four slots, which hold partitions of half that size; the store takes two whole
+    ones, and shm 8 MiB), and one tensor of the iterator; with ``delta`` one copy of the version and two partitions
     more. Raises WeightError; the version then does not exist.
     """
     try:
@@ -105,7 +105,7 @@ def publish(
 def partition_limit(transport: Transport, partition_bytes: int) -> int:
     """Bytes of a partition at most, where each side takes twice ``partition_bytes`` of memory. With the same limit and
     hashing the same weights have the same digest, whatever way they take."""
-    return partition_bytes if transport == "store" else 2 * partition_bytes // SLOTS
+    return partition_bytes if transport in ("store", "shm") else 2 * partition_bytes // SLOTS
 
 
 def pull(
@@ -133,7 +133,7 @@ def pull(
     expect: name → (dtype, shape), and adapter: what they are when they are no whole model; anything else is refused
     before the first byte. rank: names this receiver in errors. device: where this engine's weights are.
 
-    Memory: slots as the publisher's, and one tensor when that spans partitions; with ``source.delta`` one copy of the
+    Memory: twice ``partition_bytes``, and one tensor when that spans partitions; with ``source.delta`` one copy of the
     version more. Raises WeightError; what was loaded until then must not be served.
     """
     began = time.monotonic()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.blocks.fp8 import quantised, scales_name
 from headrace.blocks.weights import Partition, Plan, Quantization, WeightManifest
-from headrace.engines.checkpoint.copying import copy_all, copy_hashed
+from headrace.engines.checkpoint.copying import CACHED, copy_all
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.fp8 import to_blocks
 from headrace.engines.checkpoint.hashes import Hashing
@@ -51,12 +51,13 @@ class Sender(Protocol):
 
     def __exit__(self, *raised: object) -> None: ...
 
-    def buffer(self, partition: Partition) -> Tensor:
-        """Memory for the partition's bytes, uint8 [nbytes]; waits until one of two is free."""
+    def room(self, partition: Partition) -> Iterator[Tensor]:
+        """Memory for the partition's bytes, uint8, in as many parts as it has; waits until each is free. Taking the
+        next one, or the end, says that the one before is filled."""
         ...
 
     def send(self, partition: Partition, found: str | None) -> None:
-        """Hands over what ``buffer`` gave, with its hash where the bytes are in host memory; returns at once."""
+        """Hands over what ``room`` gave, with its hash where the bytes are in host memory; returns at once."""
         ...
 
     def commit(self) -> WeightManifest:
@@ -83,18 +84,36 @@ class Export:
     def run(self, sender: Sender) -> None:
         """Fills and sends all partitions. Raises WeightError when the tensors are not those of the plan."""
         for partition in self._plan.partitions:
-            memory = sender.buffer(partition)
-            fill = self._fill_host if memory.device.type == "cpu" else self._fill_gpu
-            sender.send(partition, fill(self._cuts[partition.index], memory))
+            cuts, room = self._cuts[partition.index], sender.room(partition)
+            memory = next(room, torch.empty(0, dtype=torch.uint8))
+            on_host = memory.device.type == "cpu"
+            sender.send(partition, self._fill_host(cuts, memory, room) if on_host else self._fill_gpu(cuts, memory))
         self._flat = torch.empty(0)
         if (extra := next(self._tensors, None)) is not None:
             raise self._error(f"the tensors do not end where their metas do: {extra[0]} follows")
 
-    def _fill_host(self, cuts: list[Cut], memory: Tensor) -> str:
+    def _fill_host(self, cuts: list[Cut], memory: Tensor, room: Iterator[Tensor]) -> str:
         """Returns the hash of what it wrote: made here, piece by piece, while it is in the cache."""
-        state = xxhash.xxh3_128()
-        for cut, target in zip(cuts, memory.split_with_sizes([cut.nbytes for cut in cuts]), strict=True):
-            copy_hashed(target.view(cut.dtype), self._values(cut), state)
+        state, out, at = xxhash.xxh3_128(), memory.numpy(), 0
+        for cut in cuts:
+            values, size, done = self._values(cut), cut.dtype.itemsize, 0
+            same = values.dtype == cut.dtype and values.device.type == "cpu"
+            source = values.view(torch.uint8).numpy() if same else None
+            # From a GPU's memory every copy costs the way there, from the host's it is the cache that counts.
+            most = CACHED if values.device.type == "cpu" else cut.nbytes
+            while done < cut.nbytes:
+                if at == out.size:
+                    out, at = next(room).numpy(), 0
+                count = min(out.size - at, cut.nbytes - done, most)
+                written = out[at : at + count]
+                if source is not None:
+                    written[:] = source[done : done + count]
+                else:
+                    part = values[done // size : (done + count) // size]
+                    torch.from_numpy(written).view(cut.dtype).copy_(part)
+                state.update(written)
+                at, done = at + count, done + count
+        next(room, None)
         return state.hexdigest()
 
     def _fill_gpu(self, cuts: list[Cut], memory: Tensor) -> None:

@@ -75,10 +75,10 @@ class StoreSender:
         abandoned = WeightError("the publish ended before this file did")
         self._open.__exit__(type(abandoned), abandoned, None)
 
-    def buffer(self, partition: Partition) -> Tensor:
+    def room(self, partition: Partition) -> Iterator[Tensor]:
         if partition.index >= 2:
             self._hash(partition.index - 2)
-        return self._memory[partition.index % 2][: partition.nbytes]
+        yield self._memory[partition.index % 2][: partition.nbytes]
 
     def send(self, partition: Partition, found: str | None) -> None:
         assert found is not None

@@ -25,7 +25,7 @@ class Link:
         """The partition that is waited for, for errors."""
         self.gave_up: WeightError | None = None
         """Why the publisher ended this; it may write its slots anew from then on."""
-        self._socket, self._descriptor = connect(source, deadline_s, self.error)
+        self._socket, self._descriptors = connect(source, deadline_s, self.error)
         self._out = self._socket.dup()  # sends and receives are in different threads, with timeouts of their own
         self._out.settimeout(deadline_s)
         self._timeout = 0.0
@@ -38,10 +38,9 @@ class Link:
         """The publisher's host, as this receiver reaches it."""
         return parse_address(self._source.address)[0]
 
-    def descriptor(self) -> int:
-        """What came with the welcome of transport shm; the caller closes it."""
-        assert self._descriptor is not None
-        found, self._descriptor = self._descriptor, None
+    def descriptors(self) -> list[int]:
+        """What came with the welcome of transport shm; the caller closes them."""
+        found, self._descriptors = self._descriptors, []
         return found
 
     def error(self, what: str, advice: str = "", partition: int | None = None) -> WeightError:
@@ -69,8 +68,12 @@ class Link:
     def look(self) -> None:
         """Finds out whether the publisher gave up, from what it has said already. For the thread that receives."""
         with suppress(WeightError):
-            while self.gave_up is None and (self._held or select.select([self._socket], [], [], 0)[0]):
+            while self.gave_up is None and self.waits():
                 self._next(time.monotonic() + 1)
+
+    def waits(self) -> bool:
+        """Whether something came that was not read, or the publisher has hung up."""
+        return bool(self._held or select.select([self._socket], [], [], 0)[0])
 
     def into(self, memory: memoryview, end: float) -> None:
         """Fills ``memory`` with the bytes that come next, until the time ``end``."""
@@ -82,7 +85,7 @@ class Link:
 
     def ended(self) -> bool:
         """Whether the publisher has hung up."""
-        if self._held or not select.select([self._socket], [], [], 0)[0]:
+        if self._held or not self.waits():
             return False
         with suppress(BlockingIOError, TimeoutError):
             return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -125,10 +128,13 @@ class Link:
             raise self._gone(None)
         return count
 
+    def silent(self) -> WeightError:
+        what = f"the publisher at {self.where} was silent for {self.deadline_s:g} s"
+        return self.error(what, "a longer deadline, if the trainer is busy; else see the trainer's log")
+
     def _gone(self, error: OSError | None) -> WeightError:
         if isinstance(error, TimeoutError):
-            what = f"the publisher at {self.where} was silent for {self.deadline_s:g} s"
-            return self.error(what, "a longer deadline, if the trainer is busy; else see the trainer's log")
+            return self.silent()
         return self.error(
             f"the publisher at {self.where} ended, or dropped this receiver"
             + (f" ({error.strerror})" if error else ""),
@@ -145,5 +151,5 @@ class Link:
     def close(self) -> None:
         self._out.close()
         self._socket.close()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        for descriptor in self._descriptors:
+            os.close(descriptor)

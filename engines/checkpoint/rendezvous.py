@@ -114,15 +114,16 @@ def _listen_at_path(address: str, version: int) -> socket.socket:
 
 def connect(
     source: WeightSource, deadline_s: float, failed: Callable[[str, str], WeightError]
-) -> tuple[socket.socket, int | None]:
-    """A connection to a publisher, and for shm the descriptor of the memory that came with its welcome.
+) -> tuple[socket.socket, list[int]]:
+    """A connection to a publisher, and for shm the descriptors that came with its welcome: of the ring, and of the
+    number that says how far this receiver has read.
 
     Waits for a publisher that does not listen yet. ``failed`` makes the error from what happened and what to try.
     """
     patience_s = min(deadline_s, _ABSENT_S)
     if source.transport in LOCAL:
         return _connect_at_path(source.address, source.transport == "shm", patience_s, failed)
-    return _connect_to_port(source.address, patience_s, failed), None
+    return _connect_to_port(source.address, patience_s, failed), []
 
 
 def _connect_to_port(address: str, patience_s: float, failed: Callable[[str, str], WeightError]) -> socket.socket:
@@ -146,7 +147,7 @@ def _connect_to_port(address: str, patience_s: float, failed: Callable[[str, str
 
 def _connect_at_path(
     address: str, welcomed: bool, patience_s: float, failed: Callable[[str, str], WeightError]
-) -> tuple[socket.socket, int | None]:
+) -> tuple[socket.socket, list[int]]:
     end = time.monotonic() + patience_s
     try:
         os.makedirs(os.path.dirname(os.path.abspath(address)), exist_ok=True)
@@ -159,10 +160,10 @@ def _connect_at_path(
             link.settimeout(max(end - time.monotonic(), 1e-3))
             link.connect(path)
             if not welcomed:
-                return link, None
-            welcome, descriptors, _, _ = socket.recv_fds(link, 1, 1)
-            if welcome and descriptors:
-                return link, descriptors[0]
+                return link, []
+            welcome, descriptors, _, _ = socket.recv_fds(link, 1, 2)
+            if welcome and len(descriptors) == 2:
+                return link, descriptors
         link.close()
         if time.monotonic() >= end:
             raise failed(

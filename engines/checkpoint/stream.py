@@ -8,7 +8,7 @@ import asyncio
 import mmap
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ _TOLD_S = 5.0
 
 
 class StreamSender:
-    """One publish. ``buffer``, ``send`` and ``commit`` belong to the exporting thread; the courier has its own, and so
+    """One publish. ``room``, ``send`` and ``commit`` belong to the exporting thread; the courier has its own, and so
     have partitions on GPUs, and those that are broadcast: the next one is exported meanwhile."""
 
     def __init__(
@@ -67,21 +67,24 @@ class StreamSender:
         release, plan = self._release, self._release.plan
         slot_bytes = slot_bytes_for(plan.partitions, mmap.PAGESIZE)
         self._carrier = claim(self._address, self._transport, slot_bytes, self._device, release.version)
+        if self._carrier.ring is not None:
+            self._carrier.ring.begin()
         try:
             self._listener = listen(self._address, release.version, local=self._transport in LOCAL)
         except WeightError:
             unclaim(self._address)
             raise
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-send")
-        self._hashing: Hashing = hashing_of(self._carrier.slot(0).device)
+        self._hashing: Hashing = hashing_of(self._carrier.memory.device)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weights-courier", daemon=True)
         self._thread.start()
         offer = {
             "version": release.version,
             "transport": self._transport,
-            "device": self._carrier.slot(0).device.type,
+            "device": self._carrier.memory.device.type,
             "hashing": self._hashing,
+            "changes": self._kept is not None,
             "slot_bytes": self._carrier.slot_bytes,
             "plan": self._plan_text,
         }
@@ -91,6 +94,8 @@ class StreamSender:
         self._gathering = self._begun(self._courier.gather(self._listener))
         if self._kept is not None:
             self._fresh = torch.empty(slot_bytes, dtype=torch.uint8)
+            if self._carrier.ring is not None:
+                self._changes = torch.empty(slot_bytes, dtype=torch.uint8)
         if self._listening is not None:
             self._listening()
         return self
@@ -109,27 +114,41 @@ class StreamSender:
         self._loop.close()
         unclaim(self._address)
 
-    def buffer(self, partition: Partition) -> Tensor:
+    def room(self, partition: Partition) -> Iterator[Tensor]:
         if self._kept is not None:
-            return self._fresh[: partition.nbytes]
-        if partition.index >= SLOTS:
-            self._meet()
-            self._courier.free(partition.index)
-        return self._slot(partition)
+            yield self._fresh[: partition.nbytes]
+        elif (ring := self._carrier.ring) is not None:
+            yield from ring.pieces(partition.nbytes, self._drained)
+        else:
+            if partition.index >= SLOTS:
+                self._meet()
+                self._courier.free(partition.index)
+            yield self._slot(partition)
 
     def send(self, partition: Partition, found: str | None) -> None:
         if self._kept is not None or self._carrier.group is not None:
             self._meet()  # what they have decides what is sent
         if self._kept is not None:
             assert found is not None  # changes are found in host memory only
-            fresh = self._fresh[: partition.nbytes]
             self._courier.free(partition.index)
-            slot = self._slot(partition)
-            form, nbytes = self._kept.give(partition, fresh, found, slot, self._courier.shared)
-            self._announce(slot[:nbytes], form, found)
+            self._give(self._kept, partition, found)
+        elif self._carrier.ring is not None:
+            self._announce(partition, self._carrier.memory[:0], "full", partition.nbytes, found or "")
         else:
             slot = self._slot(partition)
-            self._announce(slot, "full", found or begin_hash(slot, self._hashing))
+            self._announce(partition, slot, "full", partition.nbytes, found or begin_hash(slot, self._hashing))
+
+    def _give(self, kept: Kept, partition: Partition, found: str) -> None:
+        """What changed since the version that is kept."""
+        fresh, ring = self._fresh[: partition.nbytes], self._carrier.ring
+        out = self._slot(partition) if ring is None else self._changes
+        form, nbytes = kept.give(partition, fresh, found, out[: partition.nbytes], self._courier.shared)
+        self._announce(partition, out[: nbytes if ring is None else 0], form, nbytes, found)
+        if ring is not None:
+            begin = 0
+            for piece in ring.pieces(nbytes, self._drained):
+                piece.copy_(out[begin : begin + piece.numel()])
+                begin += piece.numel()
 
     def commit(self) -> WeightManifest:
         self._meet()
@@ -150,20 +169,28 @@ class StreamSender:
     def _slot(self, partition: Partition) -> Tensor:
         return self._carrier.slot(partition.index % SLOTS)[: partition.nbytes]
 
-    def _announce(self, data: Tensor, form: Form, found: str | Callable[[], str]) -> None:
-        if isinstance(found, str) and self._carrier.group is None:
-            self._loop.call_soon_threadsafe(self._courier.announce, data, form, found)
-        else:
-            self._sending.append(self._pool.submit(self._send, data, form, found))
+    def _drained(self, count: int) -> int:
+        self._meet()
+        return self._courier.drained(count)
 
-    def _send(self, data: Tensor, form: Form, found: str | Callable[[], str]) -> None:
+    def _announce(
+        self, partition: Partition, data: Tensor, form: Form, nbytes: int, found: str | Callable[[], str]
+    ) -> None:
+        """data: what lies in the slot."""
+        if isinstance(found, str) and self._carrier.group is None:
+            self._loop.call_soon_threadsafe(self._courier.announce, data, form, nbytes, found)
+        else:
+            sizes = [piece.nbytes for piece in partition.slices] if form == "full" else [nbytes]
+            self._sending.append(self._pool.submit(self._send, data, form, sizes, found))
+
+    def _send(self, data: Tensor, form: Form, sizes: list[int], found: str | Callable[[], str]) -> None:
         if self._courier.broken is not None:
             return
         try:
             known = found if isinstance(found, str) else found()
-            self._loop.call_soon_threadsafe(self._courier.announce, data, form, known)
+            self._loop.call_soon_threadsafe(self._courier.announce, data, form, data.numel(), known)
             if data.numel() and (group := self._carrier.group) is not None:
-                group.spread(data, self._deadline_s)
+                group.spread(data, sizes, self._deadline_s)
         except BaseException as error:  # whatever it is, the exporting thread must hear of it where it waits
             self._courier.fail(error)
             raise

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from headrace.engines.checkpoint.load import (
     in_host_memory,
     overlap,
 )
+from headrace.engines.checkpoint.messages import Message
 from headrace.engines.checkpoint.plan import digest_of_hashes, read_plan
 
 
@@ -88,6 +89,7 @@ class _Pull:
             )
         self._hashing = offer["hashing"]
         self.intake: Intake = make_intake(source.transport, link, offer, device)
+        self._early = self.intake.early and not offer["changes"]
         self._kept: Kept | None = kept_for(source.address, rank) if source.delta else None
         self.hashes: list[str] = []
         self.wire_nbytes = 0
@@ -105,22 +107,15 @@ class _Pull:
 
         def use(came: _Came) -> None:
             partition, data = came.partition, came.data
-            self.intake.arrived(link, came.slot)
             host = in_host_memory(came.places) if self._hashing == "xxh3" else None
-            if isinstance(data, str):
-                found = data
-            else:
-                found = hash_of(data, self._hashing) if host is None else copy_all_hashed(host, data)
-            if found != came.announced:
-                if self.intake.instant:
-                    link.look()
-                raise link.gave_up or link.error(
-                    f"its hash is {found}, the publisher's is {came.announced}",
-                    "publish the version again",
-                    partition.index,
-                )
+            found = came.found or self.intake.arrived(link, came.slot)
+            if data is not None and host is not None:
+                found = copy_all_hashed(host, data)
+            elif data is not None:
+                found = found or hash_of(data, self._hashing)
+            self._verify(found, came.announced, partition, listens=self.intake.instant)
             self.hashes.append(found)
-            if isinstance(data, str) or host is not None:
+            if data is None or host is not None:
                 assembler.landed(partition)
             else:
                 assembler.feed(partition, data, came.places)
@@ -131,7 +126,7 @@ class _Pull:
             for came in fetched:
                 use(came)
         else:
-            overlap(fetched, use, link.fail, None, ahead=SLOTS - 1)
+            overlap(fetched, use, link.fail, None, ahead=1 if self.intake.early else SLOTS - 1)
         link.index = None
         digest = digest_of_hashes(self.hashes)
         if (told := link.receive("commit")["digest"]) != digest:
@@ -142,26 +137,56 @@ class _Pull:
             self._kept.commit(self.hashes)
         return digest
 
-    def _fetched(self, assembler: Assembler) -> Iterator["_Came"]:
-        for partition in self.plan.partitions:
-            self._link.index = partition.index
-            ready = self._link.receive("ready")
-            if ready["index"] != partition.index:
-                raise self._link.error(f"partition {ready['index']} came instead")
-            places = assembler.places(partition)
-            yield _Came(partition, ready["slot"], ready["hash"], places, self._data(partition, ready, places))
+    def _verify(self, found: str, announced: str, partition: Partition, *, listens: bool) -> None:
+        """listens: whether this thread is the one that receives."""
+        if found == announced:
+            return
+        link = self._link
+        if listens:
+            link.look()
+        what = f"its hash is {found}, the publisher's is {announced}"
+        raise link.gave_up or link.error(what, "publish the version again", partition.index)
 
-    def _data(self, partition: Partition, ready: dict[str, Any], places: list[Tensor | None]) -> Tensor | str:
-        """The partition's bytes, however they were sent."""
-        form, nbytes, slot = ready["form"], int(ready["nbytes"]), ready["slot"]
+    def _fetched(self, assembler: Assembler) -> Iterator["_Came"]:
+        link = self._link
+        for partition in self.plan.partitions:
+            link.index = partition.index
+            places, slot = assembler.places(partition), partition.index % SLOTS
+            into = in_host_memory(places) if self._kept is None else None
+            data = self._whole(partition, slot, into) if self._early else None
+            ready = link.receive("ready")
+            if ready["index"] != partition.index:
+                raise link.error(f"partition {ready['index']} came instead")
+            if self._early:
+                found = self.intake.arrived(link, slot)
+                self._verify(found, ready["hash"], partition, listens=True)
+            else:
+                found, data = "", self._data(partition, ready, into)
+            yield _Came(partition, slot, ready["hash"], places, data, found)
+
+    def _whole(self, partition: Partition, slot: int, into: list[Tensor] | None) -> Tensor | None:
+        """All bytes of a partition; None where they come where they are used."""
+        self.wire_nbytes += partition.nbytes
+        if not partition.nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        sizes = [cut.nbytes for cut in self.cuts[partition.index]]
+        return self.intake.fetch(self._link, slot, partition.nbytes, sizes, into)
+
+    def _data(self, partition: Partition, ready: Message, into: list[Tensor] | None) -> Tensor | None:
+        """The same, however they were sent."""
+        form, nbytes, slot = ready["form"], int(ready["nbytes"]), partition.index % SLOTS
         if form != "full" and self._kept is None:
             raise self._link.error("only its changes were sent, but this engine keeps no base")
         if not 0 <= nbytes <= partition.nbytes or (form == "full" and nbytes != partition.nbytes):
             raise self._link.error(f"{nbytes} bytes were announced for {partition.nbytes}")
-        self.wire_nbytes += nbytes
-        into = in_host_memory(places) if self._kept is None else None
-        came = self.intake.fetch(self._link, slot, nbytes, into) if nbytes else torch.empty(0, dtype=torch.uint8)
-        if self._kept is None or isinstance(came, str):
+        if form == "full":
+            came = self._whole(partition, slot, into)
+        else:
+            self.wire_nbytes += nbytes
+            came = torch.empty(0, dtype=torch.uint8)
+            if nbytes:
+                came = self.intake.fetch(self._link, slot, nbytes, [nbytes], None)
+        if self._kept is None or came is None:
             return came
         self.intake.arrived(self._link, slot)
         try:
@@ -178,5 +203,7 @@ class _Came(NamedTuple):
     announced: str
     """The publisher's hash."""
     places: list[Tensor | None]
-    data: Tensor | str
-    """Its bytes; or the hash of what went into its places at once."""
+    data: Tensor | None
+    """Its bytes; None where they are in its places, or will have ``arrived`` there."""
+    found: str
+    """Its hash, where that is known."""

@@ -1,7 +1,7 @@
 """The two sides of a transport, and which file implements them."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +23,12 @@ class Carrier(Protocol):
     """The publisher's side: SLOTS slots, kept from one publish to the next, because touched memory is faster."""
 
     slot_bytes: int
+    memory: Tensor
+    """All slots, uint8."""
+
+    ring: "Ring | None"
+    """Instead of slots."""
+
     group: "Group | None"
     """Where partitions are sent to all receivers at once. None: each fetches on its own, and may leave at any time."""
 
@@ -37,8 +43,9 @@ class Carrier(Protocol):
         """What a receiver has to know, as JSON; travels with the plan."""
         ...
 
-    def welcome(self, connection: socket.socket) -> None:
-        """Before the plan is sent to a receiver: hands over what JSON cannot."""
+    def welcome(self, connection: socket.socket) -> Callable[[], int] | None:
+        """Before the plan is sent to a receiver: hands over what JSON cannot. Of a ring it returns what tells how many
+        bytes that receiver has read."""
         ...
 
     def bytes_for(self, data: Tensor) -> memoryview | None:
@@ -46,6 +53,21 @@ class Carrier(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Ring(Protocol):
+    """Memory that bytes run through: receivers read them while more are written, before they are announced."""
+
+    def begin(self) -> None:
+        """A version, before its receivers come."""
+        ...
+
+    def pieces(self, nbytes: int, drained: Callable[[int], int]) -> Iterator[Tensor]:
+        """Memory for that many bytes, uint8, part by part; taking the next says that the one before was written.
+
+        drained: waits until all receivers have read so many bytes of the version, and returns how many they have.
+        """
+        ...
 
 
 class Group(Protocol):
@@ -62,9 +84,9 @@ class Group(Protocol):
         """While the receivers hear what ``form`` returned: meets them."""
         ...
 
-    def spread(self, data: Tensor, deadline_s: float) -> None:
+    def spread(self, data: Tensor, sizes: list[int], deadline_s: float) -> None:
         """After a partition was announced: begins to send its bytes, and waits until those of the partition before
-        have gone."""
+        have gone. sizes: see ``Intake.fetch``."""
         ...
 
 
@@ -74,21 +96,25 @@ class Intake(Protocol):
     instant: bool
     """Bytes need not be fetched: they can be read where the publisher wrote them."""
 
+    early: bool
+    """A partition is fetched before it is announced, unless the publisher sends changes."""
+
     def form(self, told: dict[str, Any]) -> None:
         """What ``Group.form`` said to this receiver; called before the first partition."""
         ...
 
-    def fetch(self, link: "Link", slot: int, nbytes: int, into: list[Tensor] | None) -> Tensor | str:
+    def fetch(self, link: "Link", slot: int, nbytes: int, sizes: list[int], into: list[Tensor] | None) -> Tensor | None:
         """Begins to fetch the bytes that lie in the publisher's slot: uint8 [nbytes], valid from ``arrived`` until the
         slot is acknowledged.
 
-        into: where all of them are used one after the other, if that is in the host's memory. A transport that can put
-        them there at once does that instead, and returns the hash (xxh3) of what it wrote.
+        sizes: of the parts that they are made of. into: where those are used, if all are in the host's memory. A
+        transport that can put them there at once does that, and returns None. Where there is a ring, it has fetched.
         """
         ...
 
-    def arrived(self, link: "Link", slot: int) -> None:
-        """Waits until what ``fetch`` began for this slot, if anything, is there."""
+    def arrived(self, link: "Link", slot: int) -> str:
+        """Waits until what ``fetch`` began for this slot, if anything, is there. Returns its hash (xxh3), where that is
+        known: of what was put where it is used it is."""
         ...
 
     def close(self) -> None:
@@ -128,6 +154,7 @@ def _made(transport: str, device: torch.device, name: str) -> Callable[..., Any]
 class Slots:
     """Slots of ordinary memory on a device, and a carrier's parts that most transports do not need."""
 
+    ring: Ring | None = None
     group: Group | None = None
     tend: Callable[[], None] | None = None
 

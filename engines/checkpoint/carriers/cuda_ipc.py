@@ -46,6 +46,8 @@ open still."""
 class CudaIpcIntake:
     """See ``Intake``."""
 
+    early = False
+
     def __init__(self, link: Link, slot_bytes: int, facts: dict[str, Any], device: torch.device) -> None:
         self._slot_bytes = slot_bytes
         seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
@@ -70,7 +72,7 @@ class CudaIpcIntake:
     def form(self, told: dict[str, Any]) -> None:
         """There is no group."""
 
-    def fetch(self, link: Link, slot: int, nbytes: int, into: list[Tensor] | None) -> Tensor:
+    def fetch(self, link: Link, slot: int, nbytes: int, sizes: list[int], into: list[Tensor] | None) -> Tensor:
         theirs = self._memory[slot * self._slot_bytes :][:nbytes]
         if self.instant:
             return theirs
@@ -81,9 +83,10 @@ class CudaIpcIntake:
             self._done[slot].record()
         return mine
 
-    def arrived(self, link: Link, slot: int) -> None:
+    def arrived(self, link: Link, slot: int) -> str:
         if not self.instant and slot in self._done:
             self._done.pop(slot).synchronize()
+        return ""
 
     def close(self) -> None:
         """The mapping stays until another publisher's takes its place."""

@@ -8,18 +8,33 @@ import contextlib
 import time
 import uuid
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from headrace.engines.checkpoint.carriers.base import Slots
+from headrace.engines.checkpoint.copying import copy_all
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.link import Link
 
 _LOOK_S = 0.0001
+_ALONE = 1 << 20
+"""Bytes. Parts of a partition that are larger are broadcast on their own, from gloo's slots to where they are used."""
+
+
+def _messages(kind: str, sizes: list[int]) -> list[list[int]]:
+    """The parts of each broadcast of a partition: the same on both sides, for whatever they do with them."""
+    together: list[list[int]] = []
+    for size in sizes:
+        if together and (kind == "nccl" or sum(together[-1]) + size <= _ALONE or not sum(together[-1])):
+            together[-1].append(size)
+        else:
+            together.append([size])
+    return together
 
 
 class _Group:
@@ -70,7 +85,7 @@ class GroupCarrier(Slots):
         self._members = 0
         self._store: TCPStore | None = None
         self._key = ""
-        self._under_way: Any = None
+        self._under_way: list[Any] = []
 
     def form(self, held: list[str], deadline_s: float) -> list[dict[str, Any]]:
         group, size = self._group, len(held) + 1
@@ -94,12 +109,13 @@ class GroupCarrier(Slots):
             except RuntimeError as error:
                 raise WeightError(f"the {self._kind} group of {self._members} did not form: {error}") from error
 
-    def spread(self, data: Tensor, deadline_s: float) -> None:
+    def spread(self, data: Tensor, sizes: list[int], deadline_s: float) -> None:
         assert self._group is not None
         try:
-            before, self._under_way = self._under_way, self._group.broadcast(data)
-            if before is not None:
-                self._group.wait(before, deadline_s)
+            messages = data.split_with_sizes([sum(parts) for parts in _messages(self._kind, sizes)])
+            before, self._under_way = self._under_way, [self._group.broadcast(message) for message in messages]
+            for work in before:
+                self._group.wait(work, deadline_s)
         except (RuntimeError, TimeoutError) as error:
             self._drop()
             raise WeightError(
@@ -110,7 +126,8 @@ class GroupCarrier(Slots):
     def _drop(self) -> None:
         if self._group is not None:
             self._group.abort()
-        self._group = self._store = self._under_way = None
+        self._group = self._store = None
+        self._under_way = []
 
     def close(self) -> None:
         self._drop()
@@ -126,15 +143,26 @@ def held(kind: str) -> str:
     return f"{group.key}/{group.rank}" if group else ""
 
 
+class _Message(NamedTuple):
+    """A broadcast that is under way."""
+
+    work: Any
+    memory: Tensor
+    used: list[Tensor]
+    """Where its parts are used; empty where they are read from ``memory``, which may be the only one of these."""
+
+
 class GroupIntake:
     """See ``Intake``."""
 
     instant = False
+    early = False
 
     def __init__(self, kind: str, link: Link, slot_bytes: int, device: torch.device) -> None:
         self._kind, self._link, self._device = kind, link, device
         self._slots = Slots(slot_bytes, device)
-        self._under_way: dict[int, Any] = {}
+        self._under_way: dict[int, list[_Message]] = {}
+        self._placed: set[int] = set()
 
     def form(self, told: dict[str, Any]) -> None:
         link = self._link
@@ -150,22 +178,40 @@ class GroupIntake:
         except RuntimeError as error:
             raise link.error(f"the {self._kind} group of {told['size']} did not form: {error}") from error
 
-    def fetch(self, link: Link, slot: int, nbytes: int, into: list[Tensor] | None) -> Tensor:
-        data = self._slots.slot(slot)[:nbytes]
+    def fetch(self, link: Link, slot: int, nbytes: int, sizes: list[int], into: list[Tensor] | None) -> Tensor | None:
+        data, begin, places = self._slots.slot(slot)[:nbytes], 0, iter(into or ())
+        self._under_way[slot] = messages = []
         try:
-            self._under_way[slot] = _joined[self._kind].broadcast(data)
+            for parts in _messages(self._kind, sizes):
+                memory = data[begin : begin + sum(parts)]
+                used = [next(places) for _ in parts] if into is not None else []
+                if len(used) == 1:
+                    memory = used[0]
+                messages.append(_Message(_joined[self._kind].broadcast(memory), memory, used))
+                begin += sum(parts)
         except (RuntimeError, KeyError) as error:  # KeyError: the other thread has left the group
             raise self._failed(link, error) from error
-        return data
+        if into is None:
+            return data
+        self._placed.add(slot)
+        return None
 
-    def arrived(self, link: Link, slot: int) -> None:
-        if (work := self._under_way.get(slot)) is None:  # no bytes, or here already
-            return
+    def arrived(self, link: Link, slot: int) -> str:
+        state = xxhash.xxh3_128()
         try:
-            _joined[self._kind].wait(work, link.deadline_s)
+            for work, memory, used in self._under_way.get(slot, ()):
+                _joined[self._kind].wait(work, link.deadline_s)
+                if len(used) > 1:
+                    copy_all(used, memory.split_with_sizes([place.numel() for place in used]))
+                for place in used:
+                    state.update(place.numpy().data)
         except (RuntimeError, TimeoutError, KeyError) as error:
             raise self._failed(link, error) from error
-        del self._under_way[slot]
+        self._under_way.pop(slot, None)
+        if slot not in self._placed:
+            return ""
+        self._placed.remove(slot)
+        return state.hexdigest()
 
     def _failed(self, link: Link, error: Exception) -> WeightError:
         self._leave()

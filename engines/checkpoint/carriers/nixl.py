@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace.engines.checkpoint.carriers.base import Slots
+from headrace.engines.checkpoint.copying import hash_all
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.link import Link
 
@@ -72,10 +73,19 @@ class _Registered(Slots):
     def __init__(self, slot_bytes: int, device: torch.device, passive: bool) -> None:
         super().__init__(slot_bytes, device)
         self.agent = _agent(passive)
-        self._registration = self.agent.register_memory(self.memory)
+        self._registrations = [self.agent.register_memory(self.memory)]
+        self._reached: set[tuple[int, int]] = set()
+
+    def reach(self, places: list[Tensor]) -> None:
+        """Lets NIXL write into these as well, from now on."""
+        new = [place for place in places if (place.data_ptr(), place.numel()) not in self._reached]
+        if new:
+            self._registrations.append(self.agent.register_memory(new))
+            self._reached.update((place.data_ptr(), place.numel()) for place in new)
 
     def close(self) -> None:
-        self.agent.deregister_memory(self._registration)
+        for registration in self._registrations:
+            self.agent.deregister_memory(registration)
 
 
 class NixlCarrier(_Registered):
@@ -96,12 +106,13 @@ class NixlIntake:
     NIXL's agent knows no locks of its own here."""
 
     instant = False
+    early = False
 
     def __init__(self, link: Link, slot_bytes: int, facts: dict[str, Any], device: torch.device) -> None:
         self._slots = _slots(slot_bytes, device)
         self._base, self._kind = int(facts["base"]), "DRAM" if facts["gpu"] is None else "VRAM"
         self._device_id = facts["gpu"] or 0
-        self._under_way: dict[int, Any] = {}
+        self._under_way: dict[int, tuple[Any, list[Tensor] | None]] = {}
         self._turn = threading.Lock()
         try:
             self._peer = _peer(facts["agent"])
@@ -111,25 +122,30 @@ class NixlIntake:
     def form(self, told: dict[str, Any]) -> None:
         """There is no group."""
 
-    def fetch(self, link: Link, slot: int, nbytes: int, into: list[Tensor] | None) -> Tensor:
-        data = self._slots.slot(slot)[:nbytes]
-        if not nbytes:
-            return data
-        agent = self._slots.agent
-        theirs = (self._base + slot * self._slots.slot_bytes, nbytes, self._device_id)
+    def fetch(self, link: Link, slot: int, nbytes: int, sizes: list[int], into: list[Tensor] | None) -> Tensor | None:
+        data, agent = self._slots.slot(slot)[:nbytes], self._slots.agent
+        begin = self._base + slot * self._slots.slot_bytes
+        mine = into if into is not None else [data]
+        theirs = []
+        for part in mine:
+            theirs.append((begin, part.numel(), self._device_id))
+            begin += part.numel()
         try:
             with self._turn:
-                remote = agent.get_xfer_descs([theirs], self._kind)
-                handle = agent.initialize_xfer("READ", agent.get_xfer_descs(data), remote, self._peer)
-                self._under_way[slot] = handle
+                if into is not None:
+                    self._slots.reach(into)
+                remote = agent.get_xfer_descs(theirs, self._kind)
+                handle = agent.initialize_xfer("READ", agent.get_xfer_descs(mine), remote, self._peer)
+                self._under_way[slot] = handle, into
                 agent.transfer(handle)
         except _failures() as error:
             raise self._failed(link, error) from error
-        return data
+        return data if into is None else None
 
-    def arrived(self, link: Link, slot: int) -> None:
-        if (handle := self._under_way.get(slot)) is None:  # no bytes, or here already
-            return
+    def arrived(self, link: Link, slot: int) -> str:
+        if slot not in self._under_way:  # no bytes, or here already
+            return ""
+        handle, into = self._under_way[slot]
         agent, state = self._slots.agent, "PROC"
         end = time.monotonic() + link.deadline_s
         try:
@@ -140,12 +156,13 @@ class NixlIntake:
                     time.sleep(_SPIN_S)
             if state == "DONE":
                 with self._turn:
-                    agent.release_xfer_handle(self._under_way.pop(slot))
+                    agent.release_xfer_handle(self._under_way.pop(slot)[0])
         except _failures() as error:
             raise self._failed(link, error) from error
         if state != "DONE":
             why = "failed" if state == "ERR" else f"did not end within {link.deadline_s:g} s"
             raise link.error(f"NIXL's read {why}", "the network between the hosts, or transport tcp")
+        return "" if into is None else hash_all(into)
 
     def _failed(self, link: Link, error: Exception) -> WeightError:
         return link.error(f"NIXL could not read it: {error}", "publish the version again, or transport tcp")

@@ -23,26 +23,29 @@ class TcpIntake:
     """See ``Intake``."""
 
     instant = False
+    early = False
 
     def __init__(self, slot_bytes: int) -> None:
         self._slots = Slots(slot_bytes, torch.device("cpu"))
+        self._landed: dict[int, str] = {}
 
     def form(self, told: dict[str, Any]) -> None:
         """There is no group."""
 
-    def fetch(self, link: Link, slot: int, nbytes: int, into: list[Tensor] | None) -> Tensor | str:
+    def fetch(self, link: Link, slot: int, nbytes: int, sizes: list[int], into: list[Tensor] | None) -> Tensor | None:
         if into is not None:
             state, end = xxhash.xxh3_128(), time.monotonic() + link.deadline_s
             for piece in (piece for place in into for piece in cached_pieces(place)):
-                link.into(piece.numpy().data, end)
-                state.update(piece.numpy().data)
-            return state.hexdigest()
+                link.into(piece.data, end)
+                state.update(piece)
+            self._landed[slot] = state.hexdigest()
+            return None
         data = self._slots.slot(slot)[:nbytes]
         link.into(data.numpy().data, time.monotonic() + link.deadline_s)
         return data
 
-    def arrived(self, link: Link, slot: int) -> None:
-        """It has."""
+    def arrived(self, link: Link, slot: int) -> str:
+        return self._landed.pop(slot, "")
 
     def close(self) -> None:
         """The memory ends with its last tensor."""

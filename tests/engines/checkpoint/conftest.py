@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from headrace.blocks.weights import Transport, WeightSource
+from headrace.engines.checkpoint.carriers import shm
 
 HERE = Path(__file__).parent
+RING_BYTES = 1 << 14
 Metas = list[tuple[str, str, list[int]]]
 Start = Callable[..., "Child"]
 
@@ -39,7 +41,14 @@ def run(script: str, pipe: Any, options: dict[str, Any]) -> None:
     if network := options.pop("network", ""):
         enter(network)
     os.environ.update(options.pop("env", {}))
+    shm.RING_BYTES = RING_BYTES
     runpy.run_path(str(HERE / script), {"pipe": pipe, "options": options})
+
+
+@pytest.fixture(autouse=True)
+def ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller than the small model, so that publishers and receivers wait for each other."""
+    monkeypatch.setattr(shm, "RING_BYTES", RING_BYTES)
 
 
 class Child:

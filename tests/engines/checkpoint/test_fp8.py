@@ -94,7 +94,7 @@ def on_the_wire(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def send(weights: dict[str, Tensor], version: int, **where: Any) -> WeightManifest:
     metas = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in weights.items()]
-    sizes: dict[str, Any] = {"partition_bytes": 16384, "deadline_s": 20}
+    sizes: dict[str, Any] = {"partition_bytes": 8192, "deadline_s": 20}
     return publish(
         iter(weights.items()), metas, version=version, train_step=version, quantization="fp8", **sizes, **where
     )

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,20 @@ from torch import Tensor
 
 from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint import WeightError, publish, pull, release, reserve
-from headrace.engines.checkpoint.carriers.names import SLOTS
+from headrace.engines.checkpoint.carriers import shm
 from headrace.engines.checkpoint.messages import HEAD, Message, encode
+from headrace.engines.checkpoint.plan import read_plan
 from headrace.engines.checkpoint.rendezvous import connect
 
 PARTITION = 4096
+
+
+@pytest.fixture(autouse=True)
+def ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large enough for all of the model: somebody in the middle need not wait for anybody."""
+    monkeypatch.setattr(shm, "RING_BYTES", 1 << 20)
+
+
 Spoil = Callable[["Middle", Message], Message]
 
 
@@ -36,39 +46,44 @@ class Middle:
         self._listener.settimeout(20)
 
     def run(self) -> None:
-        publisher, descriptor = connect(
+        publisher, descriptors = connect(
             WeightSource(version=1, transport="shm", address=self._back),
             20,
             lambda what, advice: WeightError(what, advice=advice),
         )
-        assert descriptor is not None
         with self._listener, self._listener.accept()[0] as receiver, publisher:
             receiver.settimeout(20)
             publisher.settimeout(20)
+            size = mmap.PAGESIZE + shm.RING_BYTES
+            self.theirs = mmap.mmap(descriptors[0], size, prot=mmap.PROT_READ)
+            descriptors += [os.memfd_create("middle"), os.memfd_create("middle-read")]
+            os.ftruncate(descriptors[2], size)
+            os.ftruncate(descriptors[3], mmap.PAGESIZE)
+            self.mine = mmap.mmap(descriptors[2], size)
+            socket.send_fds(receiver, [b"\0"], descriptors[2:])
             offer = read(publisher)
-            size = SLOTS * offer["slot_bytes"]
-            self.slot_bytes = offer["slot_bytes"]
-            self.theirs = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
-            mine = os.memfd_create("middle")
-            os.ftruncate(mine, size)
-            self.mine = mmap.mmap(mine, size)
-            socket.send_fds(receiver, [b"\0"], [mine])
+            sizes = [partition.nbytes for partition in read_plan(offer["plan"]).plan.partitions]
+            self.begins = [0, *accumulate(-(-nbytes // shm._ALIGNED) * shm._ALIGNED for nbytes in sizes)]
             say(receiver, offer)
             back = threading.Thread(target=passes, args=(receiver, publisher))
             back.start()
             with suppress(EOFError, OSError):
                 while True:
-                    say(receiver, self._spoil(self, read(publisher)))
+                    message = read(publisher)
+                    passed_on = self._spoil(self, message)
+                    if message["kind"] == "ready":
+                        self.mine[:8] = self.begins[message["index"] + 1].to_bytes(8, "little")
+                    say(receiver, passed_on)
             receiver.shutdown(socket.SHUT_RDWR)
             back.join(20)
-            os.close(mine)
-            os.close(descriptor)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
-    def copy(self, slot: int, source: int | None = None) -> None:
-        """A slot from the publisher's memory into the receiver's."""
-        size = self.slot_bytes
-        begin = (slot if source is None else source) * size
-        self.mine[slot * size : slot * size + size] = self.theirs[begin : begin + size]
+    def copy(self, index: int, source: int | None = None) -> None:
+        """A partition from the publisher's memory into the receiver's; or another one's bytes in its place."""
+        begin, end = (mmap.PAGESIZE + self.begins[i] for i in (index, index + 1))
+        at = mmap.PAGESIZE + self.begins[index if source is None else source]
+        self.mine[begin:end] = self.theirs[at : at + end - begin]
 
 
 def passes(source: socket.socket, target: socket.socket) -> None:
@@ -96,26 +111,26 @@ def say(end: socket.socket, message: Message) -> None:
 
 def honest(middle: Middle, message: Message) -> Message:
     if message["kind"] == "ready":
-        middle.copy(message["slot"])
+        middle.copy(message["index"])
     return message
 
 
 def flipped(middle: Middle, message: Message) -> Message:
     honest(middle, message)
     if message.get("index") == 5:
-        middle.mine[message["slot"] * middle.slot_bytes + 1234] ^= 1
+        middle.mine[mmap.PAGESIZE + middle.begins[5] + 1234] ^= 1
     return message
 
 
 def stale(middle: Middle, message: Message) -> Message:
-    """Partition 5 is announced, its slot still has partition 1."""
+    """Partition 5 is announced, in its place there is still what was there before."""
     return message if message.get("index") == 5 else honest(middle, message)
 
 
 def swapped(middle: Middle, message: Message) -> Message:
-    """Partition 5 is announced, its slot has partition 4."""
+    """Partition 5 is announced, in its place there is partition 4."""
     if message.get("index") == 5:
-        middle.copy(message["slot"], source=message["slot"] - 1)
+        middle.copy(5, source=4)
         return message
     return honest(middle, message)
 
