@@ -38,7 +38,7 @@ def copy_all_hashed(into: Sequence[Tensor], data: Tensor) -> str:
     for place in into:
         for target in cached_pieces(place):
             target[:] = source[done : done + target.size]
-            state.update(target)
+            state.update(target.data)
             done += target.size
     return state.hexdigest()
 
@@ -47,7 +47,7 @@ def hash_all(places: Sequence[Tensor]) -> str:
     """The hash (xxh3) of what lies in these places, uint8, of the host's memory, one after the other."""
     state = xxhash.xxh3_128()
     for place in places:
-        state.update(place.numpy())
+        state.update(place.numpy().data)
     return state.hexdigest()
 
 

@@ -6,14 +6,12 @@ or is silent beyond the deadline, is dropped; the others go on.
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +20,8 @@ from headrace.engines.checkpoint.carriers.base import Carrier
 from headrace.engines.checkpoint.carriers.names import SLOTS
 from headrace.engines.checkpoint.delta import Form
 from headrace.engines.checkpoint.errors import WeightError
-from headrace.engines.checkpoint.messages import HEAD, Message, decode, encode, length
+from headrace.engines.checkpoint.messages import Message
+from headrace.engines.checkpoint.peer import Peer
 from headrace.engines.checkpoint.plan import digest_of_hashes
 from headrace.engines.checkpoint.rendezvous import tune
 
@@ -30,10 +29,6 @@ log = logging.getLogger(__name__)
 
 _ALIVE_S = 1.0
 """Time between two signs of life; below any receiver's deadline."""
-
-
-_HELLO_S = 5.0
-"""For a stranger to say something."""
 _TEND_S = 0.001
 _READ_S = 5e-5
 """Between two looks at how far receivers have read."""
@@ -48,86 +43,6 @@ class _Ready:
     form: Form
     nbytes: int
     hash: str
-
-
-class _Peer:
-    """One receiver."""
-
-    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
-        self._socket, self._deadline_s = connection, deadline_s
-        self._bulk = connection.dup()
-        """For partitions: sent by a thread in one call, not in the event loop piece by piece."""
-        self._bulk.settimeout(deadline_s)
-        self._heard = b""
-        """Bytes that came and were not yet read."""
-        self.name = "a receiver that had not joined"
-        self.spoke = False
-        self.joined: Message = {}
-        self.told = self.acknowledged = -1
-        """Index of the last partition that it has heard of, and that it has loaded."""
-        self.heard = 0.0
-        """When it last acknowledged something, or got something to do."""
-        self.read: Callable[[], int] | None = None
-        """How many bytes it has read from the ring."""
-        self.stuck = False
-        """It did not read for longer than the deadline, while others waited for it."""
-
-    async def welcome(self, secret: str, carrier: Carrier) -> None:
-        """Raises WeightError for somebody who does not know the address's secret."""
-        if secret:
-            said = await asyncio.wait_for(self._exactly(len(secret)), min(self._deadline_s, _HELLO_S))
-            if not hmac.compare_digest(said, secret.encode()):
-                raise WeightError("it does not know the secret of this address")
-        self.read = carrier.welcome(self._socket)
-
-    async def send_bytes(self, data: memoryview) -> None:
-        """A partition's bytes; raises TimeoutError when they were not taken within the deadline."""
-        await asyncio.to_thread(self._bulk.sendall, data)
-
-    async def send(self, kind: str, **content: Any) -> None:
-        async with asyncio.timeout(self._deadline_s):  # not wait_for: a task for each message takes longer than sending
-            await asyncio.get_running_loop().sock_sendall(self._socket, encode(kind, **content))
-
-    async def receive(self, kind: str) -> Message:
-        async with asyncio.timeout(self._deadline_s):
-            return await self.hear(kind)
-
-    async def hear(self, kind: str) -> Message:
-        """Without a deadline."""
-        message = decode(await self._message())
-        self.spoke = True
-        if message["kind"] == "abort":
-            raise WeightError(message["reason"])
-        if message["kind"] != kind:
-            raise WeightError(f"it sent {message['kind']}, expected {kind}")
-        return message
-
-    async def last_words(self) -> str:
-        """The reason that it gave before it hung up; empty when it gave none."""
-        with contextlib.suppress(OSError, TimeoutError, ValueError):
-            while True:
-                message = decode(await asyncio.wait_for(self._message(), 1))
-                if message["kind"] == "abort":
-                    return str(message["reason"])
-        return ""
-
-    async def _message(self) -> bytes:
-        return await self._exactly(length(await self._exactly(HEAD)))
-
-    async def _exactly(self, count: int) -> bytes:
-        while len(self._heard) < count:
-            piece = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 16)
-            if not piece:
-                raise ConnectionError("it ended")
-            self._heard += piece
-        data, self._heard = self._heard[:count], self._heard[count:]
-        return data
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends a thread that still sends
-        self._bulk.close()
-        self._socket.close()
 
 
 class Courier:
@@ -152,8 +67,8 @@ class Courier:
         self._digest = ""
         self._partitions = len(plan.partitions)
         self._begun = False
-        self._groups: dict[_Peer, Message] = {}
-        self._living: set[_Peer] = set()
+        self._groups: dict[Peer, Message] = {}
+        self._living: set[Peer] = set()
         self._lost: list[str] = []
         self._served = 0
         self._tasks: set[asyncio.Task] = set()
@@ -167,7 +82,7 @@ class Courier:
         self._exporter = threading.Condition()
         """What follows is for the exporting thread, as of the last change."""
         self._least, self._short = -1, False
-        self._reading: tuple[_Peer, ...] = ()
+        self._reading: tuple[Peer, ...] = ()
         self.broken: BaseException | None = None
 
     async def gather(self, listener: socket.socket) -> None:
@@ -228,8 +143,8 @@ class Courier:
         began = moved = time.monotonic()
         before = -1
         while True:
-            slowest = min(self._reading, key=_read, default=None)
-            read = before if slowest is None else _read(slowest)
+            slowest = min(self._reading, key=Peer.position, default=None)
+            read = before if slowest is None else slowest.position()
             if self.broken is not None:
                 raise self.broken
             if self._short:
@@ -293,10 +208,10 @@ class Courier:
         while True:
             connection, _ = await asyncio.get_running_loop().sock_accept(listener)
             tune(connection)
-            task = asyncio.create_task(self._serve(_Peer(connection, self._deadline_s)))
+            task = asyncio.create_task(self._serve(Peer(connection, self._deadline_s)))
             self._tasks.add(task)
 
-    async def _serve(self, peer: _Peer) -> None:
+    async def _serve(self, peer: Peer) -> None:
         try:
             await peer.welcome(self._secret, self._carrier)
             await peer.send("plan", **self._offer, facts=self._carrier.facts())
@@ -324,7 +239,7 @@ class Courier:
             self._living.discard(peer)
             self._notify()
 
-    async def _deliver(self, peer: _Peer) -> None:
+    async def _deliver(self, peer: Peer) -> None:
         """All partitions, until the last one is acknowledged."""
         listening = asyncio.create_task(self._listen(peer))
         listening.add_done_callback(lambda _: self._notify())
@@ -344,7 +259,7 @@ class Courier:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
 
-    async def _tell(self, peer: _Peer, index: int) -> None:
+    async def _tell(self, peer: Peer, index: int) -> None:
         ready = self._ready[index]
         if peer.told == peer.acknowledged:
             peer.heard = time.monotonic()
@@ -353,7 +268,7 @@ class Courier:
         if ready.data.numel() and (content := self._carrier.bytes_for(ready.data)) is not None:
             await peer.send_bytes(content)
 
-    async def _listen(self, peer: _Peer) -> None:
+    async def _listen(self, peer: Peer) -> None:
         """Until the last partition is acknowledged."""
         for index in range(self._partitions):
             if (await peer.hear("ack"))["index"] != index:
@@ -361,7 +276,7 @@ class Courier:
             peer.acknowledged, peer.heard = index, time.monotonic()
             self._notify()
 
-    async def _next(self, peer: _Peer, ready: Callable[[], bool]) -> None:
+    async def _next(self, peer: Peer, ready: Callable[[], bool]) -> None:
         """Waits, with signs of life; raises TimeoutError when the receiver has something to do and is silent."""
         while not ready():
             try:
@@ -373,7 +288,7 @@ class Courier:
                 if self._publisher_waits or not self._begun:
                     await peer.send("alive")
 
-    async def _lose(self, peer: _Peer, why: str) -> None:
+    async def _lose(self, peer: Peer, why: str) -> None:
         if not peer.spoke:
             return  # whoever looked in was no receiver, or will come again
         self._lost.append(f"{peer.name}, after partition {peer.acknowledged}: {why}")
@@ -407,7 +322,3 @@ class Courier:
 
     def _too_few(self) -> bool:
         return not self._living or (self._carrier.group is not None and len(self._living) < len(self._groups))
-
-
-def _read(peer: _Peer) -> int:
-    return peer.read() if peer.read is not None else 0

@@ -111,7 +111,7 @@ class Export:
                 else:
                     part = values[done // size : (done + count) // size]
                     torch.from_numpy(written).view(cut.dtype).copy_(part)
-                state.update(written)
+                state.update(written.data)
                 at, done = at + count, done + count
         next(room, None)
         return state.hexdigest()

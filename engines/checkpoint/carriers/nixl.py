@@ -67,25 +67,34 @@ def _peer(metadata: str) -> str:
     return name.decode() if isinstance(name, bytes) else name
 
 
+Places = tuple[tuple[int, int], ...]
+"""Address and bytes of each."""
+
+
 class _Registered(Slots):
     """Slots that NIXL may reach."""
 
     def __init__(self, slot_bytes: int, device: torch.device, passive: bool) -> None:
         super().__init__(slot_bytes, device)
         self.agent = _agent(passive)
-        self._registrations = [self.agent.register_memory(self.memory)]
-        self._reached: set[tuple[int, int]] = set()
+        self._registration = self.agent.register_memory(self.memory)
+        self._reached: dict[Places, tuple[Any, list[Tensor]]] = {}
+        """With the tensors: while an address is registered, its memory is not given to anything else."""
 
-    def reach(self, places: list[Tensor]) -> None:
-        """Lets NIXL write into these as well, from now on."""
-        new = [place for place in places if (place.data_ptr(), place.numel()) not in self._reached]
-        if new:
-            self._registrations.append(self.agent.register_memory(new))
-            self._reached.update((place.data_ptr(), place.numel()) for place in new)
+    def reach(self, places: list[Tensor]) -> Places:
+        """Lets NIXL write into these as well, until ``keep`` is called without what this returns."""
+        key = tuple((place.data_ptr(), place.numel()) for place in places)
+        if key not in self._reached:
+            self._reached[key] = self.agent.register_memory(places), places
+        return key
+
+    def keep(self, used: set[Places]) -> None:
+        for key in self._reached.keys() - used:
+            self.agent.deregister_memory(self._reached.pop(key)[0])
 
     def close(self) -> None:
-        for registration in self._registrations:
-            self.agent.deregister_memory(registration)
+        self.keep(set())
+        self.agent.deregister_memory(self._registration)
 
 
 class NixlCarrier(_Registered):
@@ -113,6 +122,7 @@ class NixlIntake:
         self._base, self._kind = int(facts["base"]), "DRAM" if facts["gpu"] is None else "VRAM"
         self._device_id = facts["gpu"] or 0
         self._under_way: dict[int, tuple[Any, list[Tensor] | None]] = {}
+        self._used: set[Places] = set()
         self._turn = threading.Lock()
         try:
             self._peer = _peer(facts["agent"])
@@ -133,7 +143,7 @@ class NixlIntake:
         try:
             with self._turn:
                 if into is not None:
-                    self._slots.reach(into)
+                    self._used.add(self._slots.reach(into))
                 remote = agent.get_xfer_descs(theirs, self._kind)
                 handle = agent.initialize_xfer("READ", agent.get_xfer_descs(mine), remote, self._peer)
                 self._under_way[slot] = handle, into
@@ -168,9 +178,11 @@ class NixlIntake:
         return link.error(f"NIXL could not read it: {error}", "publish the version again, or transport tcp")
 
     def close(self) -> None:
-        """The slots are kept, unless something may still be written to them."""
+        """The slots are kept, unless something may still be written to them; and so are the places of this pull."""
         if self._under_way:
             _forget()
+        else:
+            self._slots.keep(self._used)
 
 
 @lru_cache(maxsize=1)

@@ -145,7 +145,7 @@ class ShmIntake:
         written = memory[:count]
         written[:] = self._ring[at : at + count]
         self._advance(count)
-        state.update(written)
+        state.update(written.data)
         return count
 
     def _available(self, link: Link) -> int:

@@ -37,7 +37,7 @@ class TcpIntake:
             state, end = xxhash.xxh3_128(), time.monotonic() + link.deadline_s
             for piece in (piece for place in into for piece in cached_pieces(place)):
                 link.into(piece.data, end)
-                state.update(piece)
+                state.update(piece.data)
             self._landed[slot] = state.hexdigest()
             return None
         data = self._slots.slot(slot)[:nbytes]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.blocks.weights import WeightManifest, WeightSource
 from headrace.engines.checkpoint import WeightError, claims, digest_of, publish, pull, release
+from tests.engines.checkpoint.conftest import RING_BYTES
 
 PARTITION = 4096
 Publish = Callable[..., WeightManifest]
@@ -101,6 +102,33 @@ def test_a_receiver_that_stops_is_dropped_at_its_deadline(start_receiver, send: 
     answer = stopped.says()
     assert answer.rank == 3
     assert "this receiver was dropped: it was silent for 4 s" in str(answer)
+
+
+@pytest.mark.parametrize("placed", [True, False], ids=["places", "slots"])
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_receiver_that_stops_within_a_partition_is_dropped(
+    how: signal.Signals, placed: bool, start_receiver, send: Publish, address: str, model, on_the_wire, tmp_path: Path
+) -> None:
+    # A partition is larger than the ring: the publisher waits in the middle of it, for whoever reads slowest.
+    places = {"places": on_the_wire} if placed else {}
+    victim = start_receiver(address, 1, rank=0, **places)
+    healthy = start_receiver(address, 1, rank=1, **places)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in model.items():
+            if name == "embed.weight":
+                os.kill(victim.pid, how)
+            yield name, tensor
+
+    began = time.monotonic()
+    manifest = send(tensors=tensors(), receivers=2, partition_bytes=4 * RING_BYTES, deadline_s=2)
+    assert (time.monotonic() - began > 2) is (how == signal.SIGSTOP)
+    assert healthy.says().digest == manifest.digest
+    got = torch.load(tmp_path / "got-1.pt")
+    assert all(torch.equal(got[name], value) for name, value in on_the_wire.items())
+    if how == signal.SIGSTOP:
+        os.kill(victim.pid, signal.SIGCONT)
+        assert "this receiver was dropped: it was silent for 2 s" in str(victim.says())
 
 
 def test_losing_all_receivers_is_an_error_with_their_reasons(start_receiver, send: Publish, address: str) -> None:

@@ -188,6 +188,20 @@ def test_a_port_that_is_not_there_is_told() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("transport", [*ELASTIC, "gloo"])
+def test_nothing_but_an_empty_tensor_is_a_version_too(transport: Transport, tmp_path: Path) -> None:
+    address = str(tmp_path / "w.sock") if transport == "shm" else reserve("127.0.0.1")
+    got: list[tuple[str, list[int]]] = []
+    with ThreadPoolExecutor(1) as pool:
+        source = WeightSource(version=1, transport=transport, address=address)
+        pulled = pool.submit(pull, source, lambda name, t: got.append((name, list(t.shape))), deadline_s=20)
+        empty, where = torch.empty(0, 4), {"transport": transport, "address": address, "deadline_s": 20}
+        made = publish(iter([("e", empty)]), [("e", "bfloat16", [0, 4])], version=1, train_step=1, **where)
+        assert pulled.result(20).digest == made.digest
+    assert got == [("e", [0, 4])]
+    release(address)
+
+
 @pytest.mark.parametrize("transport", ["cuda-ipc", "nccl"])
 def test_a_transport_that_this_machine_cannot_use_says_why(transport: Transport) -> None:
     assert "this engine has none" in unusable(transport, cuda=False)
