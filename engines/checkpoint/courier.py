@@ -83,6 +83,9 @@ class Courier:
         """What follows is for the exporting thread, as of the last change."""
         self._least, self._short = -1, False
         self._reading: tuple[Peer, ...] = ()
+        self._draining, self._drained = False, 0.0
+        """Whether the exporting thread waits for readers of the ring, and when it last did: of changes everybody hears
+        before they are written, and who is silent then may only wait for the publisher."""
         self.broken: BaseException | None = None
 
     async def gather(self, listener: socket.socket) -> None:
@@ -139,18 +142,21 @@ class Courier:
 
         Raises WeightError when nobody is left, or when a receiver neither reads nor is dropped.
         """
-        self._publisher_waits = True
+        self._publisher_waits = self._draining = True
         began = moved = time.monotonic()
         before = -1
         while True:
-            slowest = min(self._reading, key=Peer.position, default=None)
-            read = before if slowest is None else slowest.position()
+            # Each position is read once: it moves, and what is returned must hold for all.
+            read, slowest = min(
+                ((peer.position(), peer) for peer in self._reading), key=lambda one: one[0], default=(before, None)
+            )
             if self.broken is not None:
                 raise self.broken
             if self._short:
                 raise self._nobody()
             if slowest is not None and read >= count:
-                self._publisher_waits = False
+                self._publisher_waits = self._draining = False
+                self._drained = time.monotonic()
                 return read
             now = time.monotonic()
             if read != before:
@@ -283,7 +289,8 @@ class Courier:
                 async with asyncio.timeout(min(_ALIVE_S, self._deadline_s)):
                     await self._until(ready)
             except TimeoutError:
-                if peer.stuck or (peer.told > peer.acknowledged and time.monotonic() - peer.heard > self._deadline_s):
+                busy = peer.told > peer.acknowledged and not self._draining
+                if peer.stuck or (busy and time.monotonic() - max(peer.heard, self._drained) > self._deadline_s):
                     raise
                 if self._publisher_waits or not self._begun:
                     await peer.send("alive")

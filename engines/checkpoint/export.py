@@ -97,7 +97,7 @@ class Export:
         state, out, at = xxhash.xxh3_128(), memory.numpy(), 0
         for cut in cuts:
             values, size, done = self._values(cut), cut.dtype.itemsize, 0
-            same = values.dtype == cut.dtype and values.device.type == "cpu"
+            same = values.dtype == cut.dtype and values.device.type == "cpu" and values.is_contiguous()
             source = values.view(torch.uint8).numpy() if same else None
             # From a GPU's memory every copy costs the way there, from the host's it is the cache that counts.
             most = CACHED if values.device.type == "cpu" else cut.nbytes

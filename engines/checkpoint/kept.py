@@ -16,10 +16,20 @@ from torch import Tensor
 
 from headrace.blocks.weights import Adapter, Partition, WeightManifest, WeightSource
 from headrace.engines.checkpoint.adapter import CONFIG
+from headrace.engines.checkpoint.copying import copy_all_hashed
 from headrace.engines.checkpoint.errors import VersionExists, WeightError
 from headrace.engines.checkpoint.export import Release
 from headrace.engines.checkpoint.layout import FILE_BYTES, INDEX, MANIFEST, files_of, index_of, partitions_per_file
-from headrace.engines.checkpoint.load import Assembler, Expect, Place, Settle, Sink, check_expected, overlap
+from headrace.engines.checkpoint.load import (
+    Assembler,
+    Expect,
+    Place,
+    Settle,
+    Sink,
+    check_expected,
+    in_host_memory,
+    overlap,
+)
 from headrace.engines.checkpoint.plan import check_plan, cuts_of, digest_of_hashes
 from headrace.engines.experience.files import Files, NotInStore, StoreError
 
@@ -183,8 +193,14 @@ def pull_store(
     def use(step: tuple[Partition, memoryview]) -> None:
         partition, data = step
         came = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
-        assembler.feed(partition, came, assembler.places(partition))
-        hashes.append(manifest.hashes[step[0].index])
+        places, expected = assembler.places(partition), manifest.hashes[partition.index]
+        if (host := in_host_memory(places)) is None:
+            assembler.feed(partition, came, places)
+        else:
+            if (found := copy_all_hashed(host, came)) != expected:
+                raise _refused(f"the hash of what was written is {found}, not {expected}", source, partition, rank)
+            assembler.landed(partition)
+        hashes.append(expected)
 
     try:
         overlap(fetch(), use, lambda error: None, deadline_s)

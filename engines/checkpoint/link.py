@@ -73,7 +73,9 @@ class Link:
 
     def waits(self) -> bool:
         """Whether something came that was not read, or the publisher has hung up."""
-        return bool(self._held or select.select([self._socket], [], [], 0)[0])
+        looking = select.poll()  # unlike select it takes any descriptor
+        looking.register(self._socket, select.POLLIN)
+        return bool(self._held or looking.poll(0))
 
     def into(self, memory: memoryview, end: float) -> None:
         """Fills ``memory`` with the bytes that come next, until the time ``end``."""

@@ -133,7 +133,8 @@ class StreamSender:
             self._courier.free(partition.index)
             self._give(self._kept, partition, found)
         elif self._carrier.ring is not None:
-            self._announce(partition, self._carrier.memory[:0], "full", partition.nbytes, found or "")
+            assert found is not None  # rings are in host memory
+            self._announce(partition, self._carrier.memory[:0], "full", partition.nbytes, found)
         else:
             slot = self._slot(partition)
             self._announce(partition, slot, "full", partition.nbytes, found or begin_hash(slot, self._hashing))
@@ -167,7 +168,7 @@ class StreamSender:
         return self._release.manifest(hashes, self._hashing)
 
     def _slot(self, partition: Partition) -> Tensor:
-        return self._carrier.slot(partition.index % SLOTS)[: partition.nbytes]
+        return self._carrier.memory[partition.index % SLOTS * self._carrier.slot_bytes :][: partition.nbytes]
 
     def _drained(self, count: int) -> int:
         self._meet()

@@ -124,9 +124,9 @@ class TransformersEngine:
         parameters = self.decoder.parameters
         expect = {name: (self._spec.dtype, list(tensor.shape)) for name, tensor in parameters.named_tensors()}
         self._served, self._broken = None, f"version {source.version} was not loaded completely"
-        receipt = Receipt(parameters.assign)
+        receipt = Receipt(parameters.assign, parameters.place)
         device = str(self.decoder.device)
-        served = pull(source, receipt, deadline_s=deadline_s, expect=expect, device=device)
+        served = pull(source, receipt, deadline_s=deadline_s, expect=expect, device=device, place=receipt.place)
         receipt.verify(parameters.named_tensors(), source.version)
         self.decoder.refresh()
         if self._batch is not None:

@@ -97,6 +97,11 @@ class Parameters:
     def shape(self, name: str) -> list[int]:
         return list(self._views[name].shape)
 
+    def place(self, name: str) -> torch.Tensor | None:
+        """Where that tensor is used, in host memory; None where it must be assigned."""
+        view = self._views.get(name)
+        return view if view is not None and view.is_contiguous() and view.device.type == "cpu" else None
+
     def assign(self, name: str, tensor: torch.Tensor) -> None:
         """Copies one tensor in, converted to the served dtype."""
         if name not in self._views:

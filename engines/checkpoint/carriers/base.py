@@ -24,20 +24,18 @@ class Carrier(Protocol):
 
     slot_bytes: int
     memory: Tensor
-    """All slots, uint8."""
+    """All slots, one after the other, or the ring; uint8."""
 
-    ring: "Ring | None"
-    """Instead of slots."""
+    @property
+    def ring(self) -> "Ring | None":
+        """Instead of slots."""
+        ...
 
     group: "Group | None"
     """Where partitions are sent to all receivers at once. None: each fetches on its own, and may leave at any time."""
 
     tend: Callable[[], None] | None
     """What to do every millisecond while receivers may fetch; None for nothing."""
-
-    def slot(self, index: int) -> Tensor:
-        """One of the slots, uint8 [slot_bytes]."""
-        ...
 
     def facts(self) -> dict[str, Any]:
         """What a receiver has to know, as JSON; travels with the plan."""
@@ -96,8 +94,9 @@ class Intake(Protocol):
     instant: bool
     """Bytes need not be fetched: they can be read where the publisher wrote them."""
 
-    early: bool
-    """A partition is fetched before it is announced, unless the publisher sends changes."""
+    begins: Callable[["Link"], None] | None
+    """Waits until the next partition begins to come: it is fetched before it is announced, unless the publisher sends
+    changes. None: it comes after that."""
 
     def form(self, told: dict[str, Any]) -> None:
         """What ``Group.form`` said to this receiver; called before the first partition."""

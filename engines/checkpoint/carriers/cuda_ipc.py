@@ -46,7 +46,7 @@ open still."""
 class CudaIpcIntake:
     """See ``Intake``."""
 
-    early = False
+    begins = None
 
     def __init__(self, link: Link, slot_bytes: int, facts: dict[str, Any], device: torch.device) -> None:
         self._slot_bytes = slot_bytes

@@ -156,7 +156,7 @@ class GroupIntake:
     """See ``Intake``."""
 
     instant = False
-    early = False
+    begins = None
 
     def __init__(self, kind: str, link: Link, slot_bytes: int, device: torch.device) -> None:
         self._kind, self._link, self._device = kind, link, device

@@ -27,6 +27,8 @@ from headrace.engines.checkpoint.link import Link
 
 _SPIN_S = 0.0002
 """Pause between two looks at a transfer: NIXL has nothing to wait on."""
+_LEFT_S = 5.0
+"""For reads that are under way when a pull fails: they cannot be called back."""
 
 
 @lru_cache
@@ -115,7 +117,7 @@ class NixlIntake:
     NIXL's agent knows no locks of its own here."""
 
     instant = False
-    early = False
+    begins = None
 
     def __init__(self, link: Link, slot_bytes: int, facts: dict[str, Any], device: torch.device) -> None:
         self._slots = _slots(slot_bytes, device)
@@ -178,22 +180,40 @@ class NixlIntake:
         return link.error(f"NIXL could not read it: {error}", "publish the version again, or transport tcp")
 
     def close(self) -> None:
-        """The slots are kept, unless something may still be written to them; and so are the places of this pull."""
-        if self._under_way:
-            _forget()
-        else:
+        """The slots and this pull's places are kept for the next one, unless something may still be written to them."""
+        end = time.monotonic() + _LEFT_S
+        while self._under_way and time.monotonic() < end:
+            for slot, (handle, _) in list(self._under_way.items()):
+                if not self._writes(handle):
+                    del self._under_way[slot]
+            time.sleep(_SPIN_S)
+        if not self._under_way:
             self._slots.keep(self._used)
+            return
+        _abandoned.append((self._slots, self._under_way))
+        _mine.clear()
+        _peer.cache_clear()  # it may be another process next time
+
+    def _writes(self, handle: Any) -> bool:
+        try:
+            with self._turn:
+                return self._slots.agent.check_xfer_state(handle) == "PROC"
+        except _failures():
+            return False
 
 
-@lru_cache(maxsize=1)
+_mine: list[_Registered] = []
+"""This process's slots as a receiver: one at most."""
+_abandoned: list[Any] = []
+"""Slots that a read which never ended may still write to, and its handles: never given to anything else."""
+
+
 def _slots(slot_bytes: int, device: torch.device) -> _Registered:
-    return _Registered(slot_bytes, device, passive=False)
-
-
-def _forget() -> None:
-    """After a failed read: its slots may still be written to, and the peer may be another process next time."""
-    _peer.cache_clear()
-    _slots.cache_clear()
+    if _mine and (_mine[0].slot_bytes, _mine[0].memory.device) != (slot_bytes, device):
+        _mine.pop().close()
+    if not _mine:
+        _mine.append(_Registered(slot_bytes, device, passive=False))
+    return _mine[0]
 
 
 def make_carrier(transport: str, slot_bytes: int, device: torch.device) -> NixlCarrier:

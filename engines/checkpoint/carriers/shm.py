@@ -19,12 +19,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from headrace.engines.checkpoint.carriers.base import Group, Slots
+from headrace.engines.checkpoint.carriers.base import Group, Ring, Slots
 from headrace.engines.checkpoint.copying import CACHED, cached_pieces
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.link import Link
 
 RING_BYTES = 8 << 20
+"""Small against a cache of 32 MiB that cores share, and that others use too."""
 _ALIGNED = 64
 """Every partition begins at a multiple of that many bytes."""
 _LOOK_S = 5e-5
@@ -40,7 +41,7 @@ class ShmCarrier:
     tend: Callable[[], None] | None = None
 
     def __init__(self, slot_bytes: int) -> None:
-        self.slot_bytes, self.ring = slot_bytes, self
+        self.slot_bytes = slot_bytes
         self._descriptor = os.memfd_create("headrace-weights")
         size = mmap.PAGESIZE + RING_BYTES
         try:
@@ -55,6 +56,10 @@ class ShmCarrier:
             ) from error
         self.memory = torch.from_numpy(memory)
         self.begin()
+
+    @property
+    def ring(self) -> Ring:
+        return self
 
     def begin(self) -> None:
         self._position = self._read = 0
@@ -72,9 +77,6 @@ class ShmCarrier:
             self._position += count if left else count + -count % _ALIGNED
             _fence()
             self._written[0] = self._position
-
-    def slot(self, index: int) -> Tensor:
-        raise NotImplementedError("there are no slots in a ring")
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -102,7 +104,6 @@ class ShmIntake:
     """See ``Intake``."""
 
     instant = False
-    early = True
 
     def __init__(self, link: Link, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
@@ -137,6 +138,9 @@ class ShmIntake:
         self._advance(-nbytes % _ALIGNED)
         self._found[slot] = state.hexdigest()
         return staged
+
+    def begins(self, link: Link) -> None:
+        self._available(link)
 
     def _some(self, link: Link, memory: np.ndarray, state: xxhash.xxh3_128) -> int:
         """Takes what there is, as far as it fits."""

@@ -23,7 +23,7 @@ class TcpIntake:
     """See ``Intake``."""
 
     instant = False
-    early = False
+    begins = None
 
     def __init__(self, slot_bytes: int) -> None:
         self._slots = Slots(slot_bytes, torch.device("cpu"))

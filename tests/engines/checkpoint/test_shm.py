@@ -104,15 +104,15 @@ def test_a_receiver_that_stops_is_dropped_at_its_deadline(start_receiver, send: 
     assert "this receiver was dropped: it was silent for 4 s" in str(answer)
 
 
-@pytest.mark.parametrize("placed", [True, False], ids=["places", "slots"])
+@pytest.mark.parametrize("kind", ["places", "slots", "changes"])
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_receiver_that_stops_within_a_partition_is_dropped(
-    how: signal.Signals, placed: bool, start_receiver, send: Publish, address: str, model, on_the_wire, tmp_path: Path
+    how: signal.Signals, kind: str, start_receiver, send: Publish, address: str, model, on_the_wire, tmp_path: Path
 ) -> None:
-    # A partition is larger than the ring: the publisher waits in the middle of it, for whoever reads slowest.
-    places = {"places": on_the_wire} if placed else {}
-    victim = start_receiver(address, 1, rank=0, **places)
-    healthy = start_receiver(address, 1, rank=1, **places)
+    # The second partition is this tensor, larger than the ring: the publisher waits in it for whoever reads slowest.
+    options = {"places": {"places": on_the_wire}, "slots": {}, "changes": {"delta": True}}[kind]
+    victim = start_receiver(address, 1, rank=0, **options)
+    healthy = start_receiver(address, 1, rank=1, **options)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in model.items():
@@ -121,7 +121,9 @@ def test_a_receiver_that_stops_within_a_partition_is_dropped(
             yield name, tensor
 
     began = time.monotonic()
-    manifest = send(tensors=tensors(), receivers=2, partition_bytes=4 * RING_BYTES, deadline_s=2)
+    limits = {"partition_bytes": 40_000, "deadline_s": 2}
+    assert limits["partition_bytes"] > on_the_wire["embed.weight"].nbytes > 2 * RING_BYTES
+    manifest = send(tensors=tensors(), receivers=2, delta=kind == "changes", **limits)
     assert (time.monotonic() - began > 2) is (how == signal.SIGSTOP)
     assert healthy.says().digest == manifest.digest
     got = torch.load(tmp_path / "got-1.pt")

@@ -134,16 +134,22 @@ async def test_weights_of_another_dtype_or_model_are_refused_and_nothing_is_serv
     await served.close()
 
 
-async def test_a_parameter_that_differs_from_what_came_is_found(tiny_model: Path, tmp_path: Path):
+@pytest.mark.parametrize("placed", [False, True])
+async def test_a_parameter_that_differs_from_what_came_is_found(placed: bool, tiny_model: Path, tmp_path: Path):
     served = engine(tiny_model)
-    parameters, assign = served.decoder.parameters, served.decoder.parameters.assign
+    parameters = served.decoder.parameters
+    assign, place = parameters.assign, parameters.place
 
     def spoil(name: str, tensor: torch.Tensor) -> None:
         assign(name, tensor)
         if name == "model.layers.1.mlp.up_proj.weight":
             dict(parameters.named_tensors())[name][3, 5] += 1
 
-    parameters.assign = spoil
+    def elsewhere(name: str) -> torch.Tensor | None:
+        found = place(name)
+        return found.clone() if name == "model.layers.1.mlp.up_proj.weight" and found is not None else found
+
+    parameters.assign, parameters.place = spoil, elsewhere if placed else lambda name: None
     with pytest.raises(WeightError, match=r"model\.layers\.1\.mlp\.up_proj\.weight as served"):
         await served.load_weights(publish_folder(tiny_model, tmp_path, 1), deadline_s=10)
     await served.close()
