@@ -81,7 +81,9 @@ class Pair:
         self.transport: Transport = transport
         self.address = str(tmp_path / "w.sock") if transport == "shm" else reserve("127.0.0.1")
 
-    def send(self, version: int, model: Tensors, ranks: tuple[int, ...] = (0,), kept: bool = True) -> list[Any]:
+    def send(
+        self, version: int, model: Tensors, ranks: tuple[int, ...] = (0,), kept: bool = True, **options: Any
+    ) -> list[Any]:
         """Served of each rank; every rank got every bit."""
         got: dict[int, Tensors] = {rank: {} for rank in ranks}
 
@@ -91,7 +93,7 @@ class Pair:
 
         with ThreadPoolExecutor(len(ranks)) as pool:
             receiving = [pool.submit(receive, rank) for rank in ranks]
-            manifest = self.publish(version, model, len(ranks))
+            manifest = self.publish(version, model, len(ranks), **options)
             served = [one.result(20) for one in receiving]
         assert {one.digest for one in served} == {manifest.digest}
         expected = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in model.items()}
@@ -169,6 +171,13 @@ def test_a_receiver_that_missed_a_version_or_keeps_none_gets_everything(pair: Pa
     assert served[0].wire_nbytes == served[0].nbytes
     (forgetful,) = pair.send(4, large, kept=False)
     assert forgetful.wire_nbytes == forgetful.nbytes
+
+
+def test_what_came_without_changes_is_a_base_too(pair: Pair, large: Tensors) -> None:
+    pair.send(1, large, kept=False)  # the publisher keeps it
+    pair.send(2, large, delta=False)  # the receiver does
+    (served,) = pair.send(3, changed(large, 0.02))
+    assert 0 < served.wire_nbytes <= 0.05 * served.nbytes
 
 
 def test_another_model_gets_everything(pair: Pair, large: Tensors) -> None:

@@ -4,19 +4,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from headrace.blocks.weights import Transport, WeightManifest, WeightSource
+from headrace.blocks.weights import Plan, Transport, WeightManifest, WeightSource
 from headrace.engines.checkpoint import WeightError, digest_of, publish, pull, release, rendezvous, reserve
 from headrace.engines.checkpoint.carriers.base import Slots, unusable
+from headrace.engines.checkpoint.courier import Courier
 
 nixl = pytest.param("nixl", marks=pytest.mark.skipif(not find_spec("nixl_cu12"), reason="NIXL is not installed"))
 ELASTIC = ["shm", "tcp", nixl]
@@ -200,6 +202,57 @@ def test_nothing_but_an_empty_tensor_is_a_version_too(transport: Transport, tmp_
         assert pulled.result(20).digest == made.digest
     assert got == [("e", [0, 4])]
     release(address)
+
+
+@pytest.mark.parametrize("transport", [*ELASTIC, "gloo"])
+def test_a_publish_that_fails_before_the_first_byte_spoils_nothing(transport: Transport, tmp_path: Path) -> None:
+    address = str(tmp_path / "w.sock") if transport == "shm" else reserve("127.0.0.1")
+    asked: list[str] = []
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        time.sleep(0.5)  # the receiver has heard that it begins
+        raise ZeroDivisionError
+        yield
+
+    with ThreadPoolExecutor(1) as pool:
+        source = WeightSource(version=1, transport=transport, address=address)
+        pulled = pool.submit(pull, source, lambda *_: None, deadline_s=20, place=asked.append)
+        settings: dict[str, Any] = {"transport": transport, "address": address, "deadline_s": 20}
+        with pytest.raises(ZeroDivisionError):
+            publish(tensors(), [("a", "bfloat16", [9])], version=1, train_step=1, **settings)
+        assert "the publisher gave up" in str(pulled.exception(20))
+    assert asked == []
+    release(address)
+
+
+@pytest.mark.parametrize("transport", [*ELASTIC, "gloo", "store"])
+def test_a_tensor_with_gaps_in_memory_comes_whole(transport: Transport, tmp_path: Path) -> None:
+    local = transport in ("shm", "store")
+    address = str(tmp_path / "w.sock") if local else reserve("127.0.0.1")
+    settings: dict[str, Any] = {"transport": transport, "address": address, "deadline_s": 20}
+    if transport == "store":
+        settings |= {"address": "w", "store": str(tmp_path)}
+    gaps = torch.arange(40).bfloat16()[::2]
+    got: list[Tensor] = []
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(publish, iter([("a", gaps)]), [("a", "bfloat16", [20])], version=1, train_step=1, **settings)
+        if transport == "store":
+            sent.result(20)
+        source = WeightSource(
+            version=1, transport=transport, address=settings["address"], store=settings.get("store", "")
+        )
+        assert pull(source, lambda name, t: got.append(t.clone()), deadline_s=20).digest == sent.result(20).digest
+    assert torch.equal(got[0], gaps)
+    release(address)
+
+
+def test_a_ring_goes_as_far_as_the_slowest_has_read() -> None:
+    """Also when a faster one reads on between two looks at it."""
+    moves = {"slow": iter([11, 11, 11]), "fast": iter([10, 40, 40])}
+    carrier, plan = Slots(64, torch.device("cpu")), Plan(partitions=[])
+    courier = Courier(carrier, {"version": 1}, plan, receivers=2, deadline_s=5)
+    courier._reading = tuple(SimpleNamespace(position=lambda one=one: next(one)) for one in moves.values())  # pyright: ignore
+    assert courier.drained(5) <= 11
 
 
 @pytest.mark.parametrize("transport", ["cuda-ipc", "nccl"])
