@@ -31,7 +31,7 @@ _ALIVE_S = 1.0
 """Time between two signs of life; below any receiver's deadline."""
 _TEND_S = 0.001
 _READ_S = 5e-5
-"""Between two looks at how far receivers have read."""
+"""Between two looks at how far receivers have read; the ring lasts ten times as long."""
 
 
 @dataclass(frozen=True)

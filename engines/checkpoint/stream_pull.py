@@ -153,26 +153,22 @@ class _Pull:
         for partition in self.plan.partitions:
             link.index = partition.index
             slot = partition.index % SLOTS
-            if self._begins is None:
-                ready = self._announced(partition)
-                places = assembler.places(partition)
-                data, found = self._data(partition, ready, places), ""
-                if self.intake.begins is not None and data is not None:  # a ring was read: see ``_verify``
-                    found = hash_of(data, self._hashing)
-                    self._verify(found, ready["hash"], partition, listens=True)
-                yield _Came(partition, slot, ready["hash"], places, data, found)
-                continue
-            if partition.nbytes:
+            ready = self._announced(partition) if self._begins is None else None
+            if self._begins is not None and partition.nbytes:
                 self._begins(link)
-            places = assembler.places(
-                partition
-            )  # not before a byte came: who is asked for places takes them for spoilt
-            data = self._whole(partition, slot, places)
-            ready = self._announced(partition)
-            found = self.intake.arrived(link, slot) or hash_of(torch.empty(0, dtype=torch.uint8), self._hashing)
-            self._verify(found, ready["hash"], partition, listens=True)
-            if self._kept is not None and data is not None:
-                data = self._kept.take(partition, "full", data)
+            # Not before a byte came: who is asked for places takes them for spoilt from then on.
+            places = assembler.places(partition)
+            if ready is not None:
+                data = self._data(partition, ready, places)
+            else:
+                data = self._whole(partition, slot, places)
+                ready = self._announced(partition)
+                if self._kept is not None and data is not None:
+                    data = self._kept.take(partition, "full", data)
+            found = ""
+            if self.intake.begins is not None:  # a ring was read: only this thread hears that it was written again
+                found = self.intake.arrived(link, slot) or hash_of(_not_placed(data), self._hashing)
+                self._verify(found, ready["hash"], partition, listens=True)
             yield _Came(partition, slot, ready["hash"], places, data, found)
 
     def _announced(self, partition: Partition) -> Message:
@@ -211,6 +207,11 @@ class _Pull:
             return self._kept.take(partition, form, came)
         except ValueError as error:
             raise self._link.error(f"its changes make no sense: {error}", "publish the version again") from error
+
+
+def _not_placed(data: Tensor | None) -> Tensor:
+    assert data is not None  # what was put into places has a hash
+    return data
 
 
 class _Came(NamedTuple):

@@ -162,7 +162,6 @@ class GroupIntake:
         self._kind, self._link, self._device = kind, link, device
         self._slots = Slots(slot_bytes, device)
         self._under_way: dict[int, list[_Message]] = {}
-        self._placed: set[int] = set()
 
     def form(self, told: dict[str, Any]) -> None:
         link = self._link
@@ -191,15 +190,13 @@ class GroupIntake:
                 begin += sum(parts)
         except (RuntimeError, KeyError) as error:  # KeyError: the other thread has left the group
             raise self._failed(link, error) from error
-        if into is None:
-            return data
-        self._placed.add(slot)
-        return None
+        return data if into is None else None
 
     def arrived(self, link: Link, slot: int) -> str:
-        state = xxhash.xxh3_128()
+        state, placed = xxhash.xxh3_128(), False
         try:
             for work, memory, used in self._under_way.get(slot, ()):
+                placed = bool(used)
                 _joined[self._kind].wait(work, link.deadline_s)
                 if len(used) > 1:
                     copy_all(used, memory.split_with_sizes([place.numel() for place in used]))
@@ -208,10 +205,7 @@ class GroupIntake:
         except (RuntimeError, TimeoutError, KeyError) as error:
             raise self._failed(link, error) from error
         self._under_way.pop(slot, None)
-        if slot not in self._placed:
-            return ""
-        self._placed.remove(slot)
-        return state.hexdigest()
+        return state.hexdigest() if placed else ""
 
     def _failed(self, link: Link, error: Exception) -> WeightError:
         self._leave()

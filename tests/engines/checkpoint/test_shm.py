@@ -114,23 +114,25 @@ def test_a_receiver_that_stops_within_a_partition_is_dropped(
     victim = start_receiver(address, 1, rank=0, **options)
     healthy = start_receiver(address, 1, rank=1, **options)
 
+    ended: list[float] = []
+
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in model.items():
             if name == "embed.weight":
                 os.kill(victim.pid, how)
+                ended.append(time.monotonic())
             yield name, tensor
 
-    began = time.monotonic()
-    limits = {"partition_bytes": 40_000, "deadline_s": 2}
+    limits = {"partition_bytes": 40_000, "deadline_s": 4}
     assert limits["partition_bytes"] > on_the_wire["embed.weight"].nbytes > 2 * RING_BYTES
     manifest = send(tensors=tensors(), receivers=2, delta=kind == "changes", **limits)
-    assert (time.monotonic() - began > 2) is (how == signal.SIGSTOP)
+    assert (time.monotonic() - ended[0] > 4) is (how == signal.SIGSTOP)
     assert healthy.says().digest == manifest.digest
     got = torch.load(tmp_path / "got-1.pt")
     assert all(torch.equal(got[name], value) for name, value in on_the_wire.items())
     if how == signal.SIGSTOP:
         os.kill(victim.pid, signal.SIGCONT)
-        assert "this receiver was dropped: it was silent for 2 s" in str(victim.says())
+        assert "this receiver was dropped: it was silent for 4 s" in str(victim.says())
 
 
 def test_losing_all_receivers_is_an_error_with_their_reasons(start_receiver, send: Publish, address: str) -> None:
