@@ -181,6 +181,8 @@ class NixlIntake:
 
     def close(self) -> None:
         """The slots and this pull's places are kept for the next one, unless something may still be written to them."""
+        if self._under_way:  # after a failure: the next pull connects anew
+            _peer.cache_clear()
         end = time.monotonic() + _LEFT_S
         while self._under_way and time.monotonic() < end:
             for slot, (handle, _) in list(self._under_way.items()):
@@ -192,7 +194,6 @@ class NixlIntake:
             return
         _abandoned.append((self._slots, self._under_way))
         _mine.clear()
-        _peer.cache_clear()  # it may be another process next time
 
     def _writes(self, handle: Any) -> bool:
         try:
