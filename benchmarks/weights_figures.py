@@ -55,8 +55,8 @@ def copy_seconds(nbytes: int, source: str, target: str) -> float:
 
 
 def hash_seconds(nbytes: int, device: str) -> float:
-    """Best of three, of that many bytes in parts of 256 MiB."""
-    data = torch.zeros(min(nbytes, 256 << 20), dtype=torch.uint8, device=device)
+    """Best of three, of that many bytes in parts of 512 MiB: the slots of partition_mb 1024."""
+    data = torch.zeros(min(nbytes, 512 << 20), dtype=torch.uint8, device=device)
     best = float("inf")
     for _ in range(3):
         torch.cuda.synchronize(device)

@@ -5,8 +5,8 @@ GPU 1, NCCL, NIXL and CUDA IPC. ``… vllm --model FOLDER``: into vLLM, see ``be
 of JSON for each measurement, and exits with status 1 when a bound is missed or a digest differs.
 
 The bound on bandwidth is on the transfer itself: the copies from the publisher's memory into the receiver's parameters,
-as the GPU times them. What else a version takes is told beside it: the hashes of both sides, measured alone on the same
-bytes; and the rest, which is the publisher's copy into its slots and the conversation.
+as the GPU times them. Of what else a version takes the hashes of both sides are told beside it, measured alone on the
+same bytes; the rest is the publisher's copy into its slots and the conversation.
 """
 
 import argparse
@@ -33,8 +33,11 @@ COPY_SHARE = 0.8
 """Bound: of the bare copy's bandwidth."""
 
 
-def receiver(pipe: Connection, device: str, metas: Metas) -> None:
-    """A process that pulls what it is told, into parameters of its own; answers with Served and a checksum."""
+def receiver(pipe: Connection, device: str, metas: Metas, timed: bool) -> None:
+    """A process that pulls what it is told, into parameters of its own; answers with Served and a checksum.
+
+    timed: its copies are its own, so that they can be timed; else the bytes go where they are used, as in the engines.
+    """
     torch.cuda.set_device(device)
     parameters = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, _, shape in metas}
     expect = {name: (dtype, shape) for name, dtype, shape in metas}
@@ -59,7 +62,8 @@ def receiver(pipe: Connection, device: str, metas: Metas) -> None:
     while (source := pipe.recv()) is not None:
         events.clear()
         try:
-            served = pull(source, load, expect=expect, device=device, settle=settle)
+            place = None if timed else parameters.get
+            served = pull(source, load, expect=expect, device=device, settle=settle, place=place)
         except WeightError as error:
             pipe.send(error)
             continue
@@ -88,7 +92,7 @@ def between(transport: str, size: str, source: str, target: str, partition_mb: i
     address = str(Path(tempfile.mkdtemp()) / "w.sock") if local else reserve("127.0.0.1")
     context = get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=receiver, args=(theirs, target, metas), daemon=True)
+    process = context.Process(target=receiver, args=(theirs, target, metas, source == target), daemon=True)
     process.start()
     theirs.close()  # else its end would not be heard
     seconds: list[float] = []
@@ -158,9 +162,8 @@ def compare(
                     partition_mb=partition_mb,
                     first_ms=round(1e3 * run["first"], 1),
                     median_ms=round(1e3 * middle, 2),
-                    copies_ms=round(1e3 * copied, 2),
+                    **({"copies_ms": round(1e3 * copied, 2)} if source == target else {}),
                     hashes_ms=round(2e3 * hashing, 2),
-                    rest_ms=round(1e3 * (middle - copied - 2 * hashing), 2),
                     gb_s=round(run["nbytes"] / middle / 1e9, 1),
                     share_of_copy=round(floor / transfer, 3),
                 )

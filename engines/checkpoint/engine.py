@@ -126,8 +126,8 @@ def pull(
     the memory is read-only and only valid during the call, so copy out of it. Each partition's hash is checked before
     its tensors are handed over. settle: called after the tensors of each partition; they are valid until then.
     place: name → the tensor's own memory (contiguous, wire dtype, whole), where it has one that is used as it is: then
-    the bytes go there at once, without the sink, also of a tensor that spans partitions; in host memory the hash is
-    that of what was written there.
+    the bytes go there at once, before their hash is compared and without the sink, also of a tensor that spans
+    partitions; in host memory the hash is that of what was written there.
     deadline_s: the longest that one wait may take, in seconds. A receiver may come before its publisher, half a minute
     at most.
     expect: name → (dtype, shape), and adapter: what they are when they are no whole model; anything else is refused

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from headrace.blocks.fp8 import quantised, scales_name
 from headrace.blocks.weights import Partition, Plan, Quantization, WeightManifest
-from headrace.engines.checkpoint.copying import CACHED, copy_all
+from headrace.engines.checkpoint.copying import CACHED, LARGE, copy_small
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.fp8 import to_blocks
 from headrace.engines.checkpoint.hashes import Hashing
 from headrace.engines.checkpoint.plan import Cut, Planned, digest_of_hashes, dtype_name, wire
 
 _TOGETHER = 64 << 20
-"""Bytes whose copies are queued on a GPU at a time, so that their tensors are alive together."""
+"""Bytes of small tensors whose copies are queued on a GPU at a time, so that they are alive together."""
 
 
 @dataclass(frozen=True)
@@ -117,17 +117,22 @@ class Export:
         return state.hexdigest()
 
     def _fill_gpu(self, cuts: list[Cut], memory: Tensor) -> None:
-        into: list[Tensor] = []
-        parts: list[Tensor] = []
+        # On one stream: what the iterator made may get its memory back as soon as its copy is queued.
+        small: list[tuple[Tensor, Tensor]] = []
         held = 0
-        for cut, target in zip(cuts, memory.split_with_sizes([cut.nbytes for cut in cuts]), strict=True):
-            into.append(target.view(cut.dtype))
-            parts.append(self._values(cut))
-            held += cut.nbytes
-            if held >= _TOGETHER:
-                copy_all(into, parts)
-                into, parts, held = [], [], 0
-        copy_all(into, parts)
+        with torch.no_grad():
+            for cut, room in zip(cuts, memory.split_with_sizes([cut.nbytes for cut in cuts]), strict=True):
+                target, part = room.view(cut.dtype), self._values(cut)
+                if cut.nbytes >= LARGE or part.device != memory.device:
+                    target.copy_(part)
+                else:
+                    small.append((target, part))
+                    held += cut.nbytes
+                if held >= _TOGETHER:
+                    copy_small(small)
+                    small, held = [], 0
+                del part  # before the next one is made
+            copy_small(small)
 
     def _values(self, cut: Cut) -> Tensor:
         """What goes into the slice: values of any dtype, flat."""

@@ -14,7 +14,7 @@ from headrace.engines.checkpoint.carriers.group import held
 from headrace.engines.checkpoint.carriers.names import SLOTS
 from headrace.engines.checkpoint.copying import copy_all_hashed
 from headrace.engines.checkpoint.delta import Kept, kept_for
-from headrace.engines.checkpoint.hashes import hash_of
+from headrace.engines.checkpoint.hashes import begin_hash, hash_of
 from headrace.engines.checkpoint.link import Link
 from headrace.engines.checkpoint.load import (
     Assembler,
@@ -109,15 +109,19 @@ class _Pull:
             partition, data = came.partition, came.data
             host = in_host_memory(came.places) if self._hashing == "xxh3" else None
             found = came.found or self.intake.arrived(link, came.slot)
+            fed = False
             if data is not None and host is not None:
                 found = copy_all_hashed(host, data)
-            elif data is not None:
-                found = found or hash_of(data, self._hashing)
+            elif data is not None and not found:
+                hashed = begin_hash(data, self._hashing)
+                if fed := self._hashing == "sums" and None not in came.places:  # one wait for the GPU, not two
+                    assembler.feed(partition, data, came.places)
+                found = hashed()
             self._verify(found, came.announced, partition, listens=self.intake.instant)
             self.hashes.append(found)
             if data is None or host is not None:
                 assembler.landed(partition)
-            else:
+            elif not fed:
                 assembler.feed(partition, data, came.places)
             link.send("ack", index=partition.index)
 

@@ -22,6 +22,8 @@ from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.link import Link
 
 _LOOK_S = 0.0001
+"""Between two looks at a broadcast. Of the publisher's one more is queued by then: it looks less often, because the
+exporting thread works meanwhile."""
 _ALONE = 1 << 20
 """Bytes. Parts of a partition that are larger are broadcast on their own, from gloo's slots to where they are used."""
 
@@ -65,7 +67,7 @@ class _Group:
         while not work.is_completed():
             if time.monotonic() > end:
                 raise TimeoutError(f"a broadcast did not end within {deadline_s:g} s")
-            time.sleep(_LOOK_S)
+            time.sleep(_LOOK_S if self.rank else 3 * _LOOK_S)
         work.wait()
 
     def abort(self) -> None:
