@@ -19,7 +19,7 @@ _RUN = 4
 
 
 def copy_all(into: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """``into[i].copy_(parts[i])`` for all, of equal shapes; on a GPU it is queued, and the current stream waits for it."""
+    """``into[i].copy_(parts[i])`` for all, of equal shapes; on a GPU it is queued, and the current stream waits."""
     small: list[tuple[Tensor, Tensor]] = []
     lanes: _Lanes | None = None
     with torch.no_grad():
