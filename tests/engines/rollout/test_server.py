@@ -251,11 +251,17 @@ async def test_vllm_serves_the_same_jobs_and_its_death_is_noticed(make_model: Ca
         assert "processed_logprobs" in made.info["fingerprint"]["flags"]
         started = descendants(child.pid)
         assert len(started) >= 4  # our server, vLLM's guard, its API process, its engine
-        running = params(store, "w", n=24, max_tokens=450)
-        asking = asyncio.create_task(client(child, tmp_path).call("generate", running, job_id="w", deadline_s=60))
-        await asyncio.sleep(0.5)
-        guard = descendants(json.loads((tmp_path / "endpoint.json").read_text())["pid"])[0]
-        os.kill(descendants(guard)[0], signal.SIGKILL)
+        # It dies when the first of three groups is done: then there is something to go on from, and much to do.
+        running, begun = params(store, "w", n=24, max_tokens=450), asyncio.Event()
+        call = client(child, tmp_path).call
+        asking = asyncio.create_task(
+            call("generate", running, job_id="w", deadline_s=60, on_progress=lambda _: begun.set())
+        )
+        waiting = asyncio.create_task(begun.wait())
+        await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        guard, api = (pid for pid in started if b"rollout.vllm_child" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        assert api in descendants(guard)
+        os.kill(api, signal.SIGKILL)
         with pytest.raises(EngineLost):
             await asking
         assert child.wait(30) == 1
