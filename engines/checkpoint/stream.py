@@ -92,6 +92,7 @@ class StreamSender:
         secret = self._address.partition("#")[2]
         self._courier = Courier(self._carrier, offer, plan, self._receivers, self._deadline_s, secret, base)
         self._gathering = self._begun(self._courier.gather(self._listener))
+        self._met = False
         if self._kept is not None:
             self._fresh = torch.empty(slot_bytes, dtype=torch.uint8)
             if self._carrier.ring is not None:
@@ -102,10 +103,10 @@ class StreamSender:
 
     def __exit__(self, *raised: object) -> None:
         if raised and raised[1] is not None:
-            if self._gathering is not None and not self._unwanted():
+            if not self._met and not self._unwanted():
                 wait([self._gathering], min(self._deadline_s, _TOLD_S))
             self._result(self._begun(self._courier.abort(str(raised[1]))), lambda: False)
-            if self._gathering is not None:
+            if not self._met:
                 unlisten(self._listener, self._address, local=self._transport in LOCAL)
             turn_away(self._address)
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -126,9 +127,8 @@ class StreamSender:
             yield self._slot(partition)
 
     def send(self, partition: Partition, found: str | None) -> None:
-        if self._kept is not None or self._carrier.group is not None:
-            self._meet()  # what they have decides what is sent
         if self._kept is not None:
+            self._meet()  # what they have decides what is sent
             assert found is not None  # changes are found in host memory only
             self._courier.free(partition.index)
             self._give(self._kept, partition, found)
@@ -189,6 +189,8 @@ class StreamSender:
             return
         try:
             known = found if isinstance(found, str) else found()
+            if self._carrier.group is not None:
+                self._result(self._gathering, self._unwanted)  # until then there is no group
             self._loop.call_soon_threadsafe(self._courier.announce, data, form, data.numel(), known)
             if data.numel() and (group := self._carrier.group) is not None:
                 group.spread(data, sizes, self._deadline_s)
@@ -198,11 +200,10 @@ class StreamSender:
 
     def _meet(self) -> None:
         """Waits until the receivers are known. Raises WeightError when there is none."""
-        gathering = self._gathering
-        if gathering is None:
+        if self._met:
             return
-        self._result(gathering, self._unwanted)
-        self._gathering = None
+        self._result(self._gathering, self._unwanted)
+        self._met = True
         unlisten(self._listener, self._address, local=self._transport in LOCAL)
         if self._kept is not None:
             self._kept.begin(self._release.plan)

@@ -31,6 +31,15 @@ class _Copy(NamedTuple):
     """The source is the whole tensor as it is, and of the dtype that it is copied into."""
 
 
+class _Held(NamedTuple):
+    """Where a module had its parameters, or its buffers, when all copies were known. It is compared in every update's
+    pause: to ask the model for its parameters takes four times as long."""
+
+    own: dict[str, Tensor | None]
+    """The module's, as it is now."""
+    addresses: dict[str, int]
+
+
 class Copies:
     """Loads of one model. ``load`` everything, then ``finish``. Use it again while it ``fits``, and not after a load
     that failed."""
@@ -40,7 +49,7 @@ class Copies:
         self._model, self._loader = model, loader
         self._copies: dict[str, list[_Copy]] = {}
         self._only_copies = True
-        self._places: tuple[int, ...] = ()
+        self._held: list[_Held] = []
         self.known = False
         """Whether the next load goes without the loader."""
         self.loaded: set[str] = set()
@@ -48,7 +57,7 @@ class Copies:
 
     def fits(self) -> bool:
         """Whether the next load can go without the loader: all copies are known, and parameters are where they were."""
-        return self.known and self._places == _places(self._model)
+        return self.known and all(_addresses(one.own) == one.addresses for one in self._held)
 
     def load(self, batch: Batch) -> None:
         """Tensors are read before it returns, or on the current stream of their device."""
@@ -75,11 +84,12 @@ class Copies:
     def finish(self) -> None:
         """The whole version was loaded."""
         if not self.known:
-            held = {p.untyped_storage().data_ptr() for p in _tensors(self._model)}
+            owners = [own for m in self._model.modules() for own in (m._parameters, m._buffers) if own]
+            self._held = [_Held(own, _addresses(own)) for own in owners]
+            held = {t.untyped_storage().data_ptr() for own in owners for t in own.values() if t is not None}
             written = {c.into.untyped_storage().data_ptr() for copies in self._copies.values() for c in copies}
             # What was copied elsewhere first, or not at all, went some way that a copy does not repeat.
             self.known = self._only_copies and written <= held and all(self._copies.values())
-            self._places = _places(self._model)
 
 
 class _Watch(TorchDispatchMode):
@@ -121,9 +131,5 @@ class _Watch(TorchDispatchMode):
         return (name, tensor) if begin <= value.data_ptr() < begin + tensor.nbytes else None
 
 
-def _tensors(model: Any) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _places(model: Any) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in _tensors(model))
+def _addresses(own: dict[str, Tensor | None]) -> dict[str, int]:
+    return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in own.items()}
