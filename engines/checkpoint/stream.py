@@ -93,10 +93,8 @@ class StreamSender:
         self._courier = Courier(self._carrier, offer, plan, self._receivers, self._deadline_s, secret, base)
         self._gathering = self._begun(self._courier.gather(self._listener))
         self._met = False
-        if self._kept is not None:
-            self._fresh = torch.empty(slot_bytes, dtype=torch.uint8)
-            if self._carrier.ring is not None:
-                self._changes = torch.empty(slot_bytes, dtype=torch.uint8)
+        if self._kept is not None and self._carrier.ring is not None:
+            self._changes = torch.empty(slot_bytes, dtype=torch.uint8)
         if self._listening is not None:
             self._listening()
         return self
@@ -117,7 +115,8 @@ class StreamSender:
 
     def room(self, partition: Partition) -> Iterator[Tensor]:
         if self._kept is not None:
-            yield self._fresh[: partition.nbytes]
+            self._meet()  # what they have decides what is sent
+            yield from self._kept.room(partition, self._courier.shared)
         elif (ring := self._carrier.ring) is not None:
             yield from ring.pieces(partition.nbytes, self._drained)
         else:
@@ -128,7 +127,6 @@ class StreamSender:
 
     def send(self, partition: Partition, found: str | None) -> None:
         if self._kept is not None:
-            self._meet()  # what they have decides what is sent
             assert found is not None  # changes are found in host memory only
             self._courier.free(partition.index)
             self._give(self._kept, partition, found)
@@ -141,9 +139,9 @@ class StreamSender:
 
     def _give(self, kept: Kept, partition: Partition, found: str) -> None:
         """What changed since the version that is kept."""
-        fresh, ring = self._fresh[: partition.nbytes], self._carrier.ring
+        ring = self._carrier.ring
         out = self._slot(partition) if ring is None else self._changes
-        form, nbytes = kept.give(partition, fresh, found, out[: partition.nbytes], self._courier.shared)
+        form, nbytes = kept.give(partition, found, out[: partition.nbytes])
         self._announce(partition, out[: nbytes if ring is None else 0], form, nbytes, found)
         if ring is not None:
             begin = 0

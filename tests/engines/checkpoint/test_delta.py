@@ -13,14 +13,27 @@ from torch import Tensor
 
 from headrace.blocks.weights import Transport, WeightSource
 from headrace.engines.checkpoint import WeightError, publish, pull, release, reserve
-from headrace.engines.checkpoint.delta import apply, kept_for, pack, take_changes
+from headrace.engines.checkpoint.changes import Finder, apply, packed_bytes
+from headrace.engines.checkpoint.delta import kept_for
 
 Tensors = dict[str, Tensor]
 
 
+def packed(base: np.ndarray, fresh: np.ndarray, word: int) -> np.ndarray | None:
+    """The changes that make ``base`` what ``fresh`` is, as they travel; ``base`` is changed."""
+    finder, done = Finder(base, word), 0
+    for room in finder.rooms():
+        room.copy_(torch.from_numpy(fresh[done : done + room.numel()]))
+        done += room.numel()
+    assert done == fresh.size and np.array_equal(base, fresh)
+    out = np.empty(fresh.size, np.uint8)
+    nbytes = finder.pack(out)
+    return None if nbytes is None else out[:nbytes]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    nbytes=st.integers(1, 400_000),
+    nbytes=st.integers(1, 1_500_000),
     word=st.sampled_from([1, 2, 4, 8]),
     changes=st.integers(0, 400),
     seed=st.integers(0, 2**32),
@@ -31,47 +44,45 @@ def test_changes_turn_the_base_into_the_new_bytes(nbytes: int, word: int, change
     base = draw.integers(0, 256, nbytes, np.uint8)
     fresh = base.copy()
     fresh[draw.integers(0, nbytes, changes)] ^= draw.integers(1, 256, changes, np.uint8)
-    mine = base.copy()
-    if (found := take_changes(mine, fresh, word)) is None:
+    if (sent := packed(base.copy(), fresh, word)) is None:
         return
-    index, values = found
-    assert np.array_equal(mine, fresh)
-    assert np.array_equal(index, np.flatnonzero((base != fresh).reshape(-1, word).any(1)))
-    out = np.empty(nbytes, np.uint8)
-    packed = out[: pack(index, values, nbytes, out)]
-    assert len(packed) < nbytes
-    apply(packed, base, word)
+    words = int((base != fresh).reshape(-1, word).any(1).sum())
+    assert len(sent) == packed_bytes(words, nbytes, word) < nbytes
+    apply(sent, base, word)
     assert np.array_equal(base, fresh)
 
 
 def test_many_changes_are_not_worth_it() -> None:
-    base = np.zeros(1 << 20, np.uint8)
-    assert take_changes(base.copy(), base + 1, 2) is None
+    base = np.zeros(1 << 21, np.uint8)
+    assert packed(base.copy(), base + 1, 2) is None
     fresh = base.view(np.uint16).copy()
     fresh[::3] = 1
-    assert take_changes(base.copy(), fresh.view(np.uint8), 2) is not None
+    assert packed(base.copy(), fresh.view(np.uint8), 2) is not None
     fresh[::2] = 1
-    assert take_changes(base.copy(), fresh.view(np.uint8), 2) is None
+    assert packed(base.copy(), fresh.view(np.uint8), 2) is None
+    fresh[: fresh.size // 2] = 0
+    assert packed(base.copy(), fresh.view(np.uint8), 8) is not None
 
 
 @pytest.mark.parametrize("spoil", ["short", "long", "count", "blocks", "beyond"])
 def test_changes_that_make_no_sense_are_refused(spoil: str) -> None:
-    base, out = np.zeros(1000, np.uint8), np.zeros(1000, np.uint8)
-    index, values = np.array([3, 490]), np.array([7, 9], np.uint16)
-    nbytes = pack(index, values, 1000, out)
-    packed = out[:nbytes].copy()
+    base = np.zeros(1000, np.uint8)
+    fresh = base.view(np.uint16).copy()
+    fresh[[3, 490]] = 7, 9
+    sent = packed(base.copy(), fresh.view(np.uint8), 2)
+    assert sent is not None and len(sent) == 20
     if spoil == "short":
-        packed = packed[:-1]
+        sent = sent[:-1]
     elif spoil == "long":
-        packed = np.append(packed, np.uint8(0))
+        sent = np.append(sent, np.uint8(0))
     elif spoil == "count":
-        packed[0] = 3
+        sent[0] = 3
     elif spoil == "blocks":
-        packed[8] = 1
+        sent[8] = 1
     else:
-        packed[12:14] = 255
+        sent[12:14] = 255
     with pytest.raises(ValueError, match=r"changes|add up|beyond"):
-        apply(packed, base, 2)
+        apply(sent, base, 2)
 
 
 class Pair:
