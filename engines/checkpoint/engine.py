@@ -63,8 +63,8 @@ def publish(
     ranks which take part in its gathers are never left in one.
 
     Memory: twice ``partition_bytes`` (in four slots, which hold partitions of half that size; the store takes two whole
-    ones, and shm 8 MiB), and one tensor of the iterator; with ``delta`` one copy of the version and two partitions
-    more. Raises WeightError; the version then does not exist.
+    ones, and shm 8 MiB), and one tensor of the iterator; with ``delta`` one copy of the version more, over shm a
+    partition as well. Raises WeightError; the version then does not exist.
     """
     try:
         found = tuple((name, dtype, tuple(shape)) for name, dtype, shape in metas)
