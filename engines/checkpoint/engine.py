@@ -4,6 +4,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from headrace.engines.checkpoint.kept import StoreSender, pull_store
 from headrace.engines.checkpoint.load import Expect, Place, Settle, Sink
 from headrace.engines.checkpoint.plan import PARTITION_BYTES, Meta, planned
 from headrace.engines.checkpoint.stream import StreamSender
-from headrace.engines.checkpoint.stream_pull import pull_stream
+from headrace.engines.checkpoint.stream_pull import Joined
 from headrace.engines.experience.files import StoreError
 
 
@@ -119,6 +121,7 @@ def pull(
     device: str = "cpu",
     settle: Settle | None = None,
     place: Place | None = None,
+    ahead: "Ahead | None" = None,
 ) -> Served:
     """Streams a version into ``sink(name, tensor)`` and returns what arrived: the digest is computed from its bytes.
 
@@ -132,6 +135,7 @@ def pull(
     at most.
     expect: name → (dtype, shape), and adapter: what they are when they are no whole model; anything else is refused
     before the first byte. rank: names this receiver in errors. device: where this engine's weights are.
+    ahead: of the same source, expect, adapter, rank and device: it has joined already.
 
     Memory: twice ``partition_bytes``, and one tensor when that spans partitions; with ``source.delta`` one copy of the
     version more. Raises WeightError; what was loaded until then must not be served.
@@ -142,13 +146,56 @@ def pull(
             digest, nbytes = pull_store(source, sink, deadline_s, expect, adapter, rank, settle, place)
             travelled = nbytes
         else:
-            where = _slots_on(source.transport, device, source.version, rank)
-            pulled = pull_stream(source, sink, deadline_s, expect, adapter, rank, where, settle, place)
-            digest, nbytes, travelled = pulled
+            with closing(
+                ahead.joined() if ahead else _join(source, deadline_s, expect, adapter, rank, device)
+            ) as joined:
+                digest, nbytes, travelled = joined.run(sink, settle, place)
     except StoreError as error:
         raise WeightError(str(error), version=source.version, rank=rank) from error
     seconds = time.monotonic() - began
     return Served(version=source.version, digest=digest, nbytes=nbytes, wire_nbytes=travelled, seconds=seconds)
+
+
+class Ahead:
+    """Joins a publish in a thread of its own, while the engine still works: when it pauses, the conversation before the
+    first partition has been had. Not for transport store."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        deadline_s: float = 60.0,
+        expect: Expect | None = None,
+        adapter: Adapter | None = None,
+        rank: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        """See ``pull``."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="weights-join")
+        self._joining = pool.submit(_join, source, deadline_s, expect, adapter, rank, device)
+        pool.shutdown(wait=False)
+
+    def joined(self) -> Joined:
+        """Waits for it. Raises WeightError."""
+        return self._joining.result()
+
+    def close(self) -> None:
+        """For one that nobody pulls from."""
+        self._joining.add_done_callback(lambda done: done.exception() or done.result().close())
+
+
+def _join(
+    source: WeightSource,
+    deadline_s: float,
+    expect: Expect | None,
+    adapter: Adapter | None,
+    rank: int,
+    device: str,
+) -> Joined:
+    where = _slots_on(source.transport, device, source.version, rank)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)  # of this thread
+    return Joined(source, deadline_s, expect, adapter, rank, where)
 
 
 def _slots_on(transport: str, device: str, version: int, rank: int | None = None) -> torch.device:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
 from typing import NamedTuple
 
 import torch
@@ -30,22 +29,32 @@ from headrace.engines.checkpoint.messages import Message
 from headrace.engines.checkpoint.plan import digest_of_hashes, read_plan
 
 
-def pull_stream(
-    source: WeightSource,
-    sink: Sink,
-    deadline_s: float,
-    expect: Expect | None,
-    adapter: Adapter | None,
-    rank: int,
-    device: torch.device,
-    settle: Settle | None,
-    place: Place | None,
-) -> tuple[str, int, int]:
-    """Streams the version that a publisher sends into ``sink``; returns the digest of what came, its bytes, and
-    the bytes that travelled. Raises WeightError."""
-    with closing(Link(source, deadline_s, rank)) as link:
+class Joined:
+    """A receiver that has joined a publish and taken its plan; no byte of a tensor has come yet."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        deadline_s: float,
+        expect: Expect | None,
+        adapter: Adapter | None,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        """Raises WeightError, of which the publisher hears."""
+        self._link = Link(source, deadline_s, rank)
         try:
-            pulled = _Pull(link, source, expect, adapter, rank, device)
+            self._pull = _Pull(self._link, source, expect, adapter, rank, device)
+        except BaseException as error:
+            self._link.fail(error)
+            self._link.close()
+            raise
+
+    def run(self, sink: Sink, settle: Settle | None, place: Place | None) -> tuple[str, int, int]:
+        """Streams the version into ``sink``; returns the digest of what came, its bytes, and the bytes that travelled.
+        Raises WeightError."""
+        link, pulled = self._link, self._pull
+        try:
             assembler = Assembler(pulled.cuts, sink, settle, place)
             try:
                 digest = pulled.run(assembler)
@@ -56,6 +65,10 @@ def pull_stream(
         except BaseException as error:
             link.fail(error)
             raise
+
+    def close(self) -> None:
+        """The publisher goes on without a receiver that leaves before ``run`` has ended."""
+        self._link.close()
 
 
 class _Pull:

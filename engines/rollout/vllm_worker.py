@@ -30,12 +30,27 @@ from vllm.model_executor.model_loader.reload.sanitize import (  # pyright: ignor
 )
 
 from headrace.blocks.weights import WeightSource
-from headrace.engines.checkpoint import WeightError, pull
+from headrace.engines.checkpoint import Ahead, WeightError, pull
 from headrace.engines.rollout.copies import Copies
 
 
 class HeadraceWorker:
     """Methods that vLLM's worker gets."""
+
+    _ahead: tuple[str, Ahead] | None = None
+    """What has joined already, and the JSON of its source."""
+
+    def headrace_join(self, source: str, expect: str, deadline_s: str) -> None:
+        """Begins to join a publish, and returns at once: the engine works on until it pauses. See
+        ``headrace_load_weights``, which goes on from there."""
+        worker: Any = self
+        if self._ahead is not None:  # it was never loaded
+            self._ahead[1].close()
+            self._ahead = None
+        given = WeightSource.model_validate_json(source)
+        if given.transport != "store":
+            about = {"rank": worker.rank, "device": str(worker.device)}
+            self._ahead = source, Ahead(given, deadline_s=float(deadline_s), expect=_wanted(expect), **about)
 
     def headrace_load_weights(self, source: str, expect: str, deadline_s: str) -> dict[str, Any]:
         """Streams a version into the model.
@@ -53,18 +68,19 @@ class HeadraceWorker:
             copies = Copies(model, model.load_weights)
         self._copies = None  # until this load is complete
         loading = _Loading(model, worker.device, copies)
+        ahead, self._ahead = self._ahead, None
         with set_current_vllm_config(worker.vllm_config):
             try:
-                wanted = {name: (dtype, shape) for name, (dtype, shape) in json.loads(expect).items()}
                 served = pull(
                     WeightSource.model_validate_json(source),
                     loading.take,
                     deadline_s=float(deadline_s),
-                    expect=wanted,
+                    expect=_wanted(expect),
                     rank=worker.rank,
                     device=str(worker.device),
                     settle=loading.settle,
                     place=loading.place,
+                    ahead=ahead[1] if ahead and ahead[0] == source else None,
                 )
                 loading.finish(worker.vllm_config.model_config, served.version)
             except WeightError as error:
@@ -74,6 +90,10 @@ class HeadraceWorker:
                 return {"error": f"vLLM: {type(error).__name__}: {error}", "spoiled": loading.begun}
         self._copies = copies
         return {"served": served.model_dump()}
+
+
+def _wanted(expect: str) -> dict[str, tuple[str, list[int]]]:
+    return {name: (dtype, shape) for name, (dtype, shape) in json.loads(expect).items()}
 
 
 _PLAIN = (
