@@ -11,6 +11,7 @@ weights are changed.
 
 import argparse
 import asyncio
+import copy
 import json
 import os
 import statistics
@@ -45,8 +46,10 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 TRANSPORT: Transport = "cuda-ipc" if CUDA else "shm"
 PROGRAM = Path(__file__).with_name("fp8_vllm.py")
-MEAN = 0.2
-"""Bound, nats: mean difference of log-probabilities that rounding explains."""
+NEAR = 1.5
+"""Bound on the mean difference of log-probabilities: times that between transformers in bfloat16 and in float32, which
+round the same weights, and in FP8 the same activations, after other sums. Layers of random weights make much of that:
+with 1.57 billion it is 0.03 nats, in FP8 0.25."""
 CONTROL = 2.0
 """Bound: how much nearer the weights that were sent must be than those of the version before."""
 TIES = 1e-3
@@ -158,16 +161,22 @@ def compare(trainer: nn.Module, before: nn.Module, completions: list[Completion]
     def apart(model: nn.Module) -> float:
         return round(float((said - logprobs(model, completions)).abs().mean()), 4)
 
+    def between(one: nn.Module, other: nn.Module) -> float:
+        return round(float((logprobs(one, completions) - logprobs(other, completions)).abs().mean()), 4)
+
     found: dict[str, float] = {}
+    exact = copy.deepcopy(trainer).float()
     if fp8:
-        with as_sent(trainer, activations=True), as_sent(before, activations=True):
+        with as_sent(trainer, True), as_sent(before, True), as_sent(exact, True):
             found["as served"], found["version before"] = apart(trainer), apart(before)
+            found["rounding alone"] = between(trainer, exact)
         with as_sent(trainer, activations=False):
             found["dequantised weights alone"] = apart(trainer)
         found["weights in bfloat16"] = apart(trainer)
     else:
         found["as served"], found["version before"] = apart(trainer), apart(before)
-    met = found["as served"] < MEAN and CONTROL * found["as served"] < found["version before"]
+        found["rounding alone"] = between(trainer, exact)
+    met = found["as served"] < NEAR * found["rounding alone"] and CONTROL * found["as served"] < found["version before"]
     show("log-probabilities, fp8" if fp8 else "log-probabilities", **found, met=met)
     return met
 
