@@ -252,7 +252,7 @@ async def test_vllm_serves_the_same_jobs_and_its_death_is_noticed(make_model: Ca
         started = descendants(child.pid)
         assert len(started) >= 4  # our server, vLLM's guard, its API process, its engine
         # It dies when the first of three groups is done: then there is something to go on from, and much to do.
-        running, begun = params(store, "w", n=24, max_tokens=450), asyncio.Event()
+        running, begun = params(store, "w", n=64, max_tokens=450), asyncio.Event()
         call = client(child, tmp_path).call
         asking = asyncio.create_task(
             call("generate", running, job_id="w", deadline_s=60, on_progress=lambda _: begun.set())
@@ -278,11 +278,11 @@ async def test_vllm_serves_the_same_jobs_and_its_death_is_noticed(make_model: Ca
             made = Manifest.model_validate(await c.call("generate", running, job_id="w", deadline_s=120))
     finally:
         child.stop()
-    assert made.part is not None and made.part.rows == 72 and made.metrics["resumed_tokens"] > 0
+    assert made.part is not None and made.part.rows == 192 and made.metrics["resumed_tokens"] > 0
     rows = store.read_table(made.part).to_pylist()
-    assert len({row["uid"] for row in rows}) == 72
+    assert len({row["uid"] for row in rows}) == 192
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for row in rows[::6]:
+    for row in rows[::16]:
         ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
         with torch.inference_mode():
             logprobs = torch.log_softmax(reference(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / 0.8, -1)

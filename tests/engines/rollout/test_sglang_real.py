@@ -22,6 +22,7 @@ from headrace.engines.rollout.sglang import SGLangEngine
 from headrace.engines.rollout.spec import RolloutSpec
 from tests.conftest import MakeModel
 from tests.engines.rollout.test_vllm import (
+    KILLED,
     MORE,
     collect,
     compare,
@@ -96,7 +97,7 @@ async def test_requests_go_on_under_new_weights(engine: SGLangEngine, models: tu
 async def test_a_killed_engine_is_an_error_with_its_tokens(models: tuple[Path, Path], tmp_path: Path):
     engine = await SGLangEngine.start(spec(models[0]), tmp_path)
     try:
-        asked = requests(max_tokens=450, n=32)
+        asked = requests(max_tokens=450, n=KILLED)
         generating = asyncio.create_task(collect(engine, asked))
         async with asyncio.timeout(60):
             while not any(request.begun for request in asked):

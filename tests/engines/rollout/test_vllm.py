@@ -20,6 +20,7 @@ from headrace.engines.rollout.base import START_VERSION, Completion, Request
 from headrace.engines.rollout.errors import EngineDied, ModelDoesNotFit, NotServing, RequestTooLong
 from headrace.engines.rollout.vllm import VLLMEngine
 from tests.engines.rollout.vllm_cases import (
+    KILLED,
     MORE,
     REAL_VLLM,
     collect,
@@ -218,7 +219,7 @@ async def test_an_engine_of_whole_models_refuses_an_adapter(engine: VLLMEngine, 
 async def test_a_killed_engine_is_an_error_with_its_log_and_its_tokens(models: tuple[Path, Path], tmp_path: Path):
     engine = await VLLMEngine.start(spec(models[0]), tmp_path)
     try:
-        asked = requests(max_tokens=450, n=32)
+        asked = requests(max_tokens=450, n=KILLED)
         generating = asyncio.create_task(collect(engine, asked))
         async with asyncio.timeout(20):
             while not any(request.begun for request in asked):
@@ -241,7 +242,7 @@ async def test_a_killed_engine_is_an_error_with_its_log_and_its_tokens(models: t
 async def test_an_engine_process_that_dies_alone_is_noticed(models: tuple[Path, Path], tmp_path: Path):
     engine = await VLLMEngine.start(spec(models[0]), tmp_path)
     try:
-        generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=64)))
+        generating = asyncio.create_task(collect(engine, requests(max_tokens=450, n=KILLED)))
         await sampling(engine, 50)
         program = descendants(engine.program.pid)[0]
         os.kill(descendants(program)[-1], signal.SIGKILL)  # vLLM's worker, below its engine process
