@@ -26,7 +26,7 @@ PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON", "")
 MORE = 16
 """Samples of each of three groups: more than the engine gets at once, so that some are left however fast it is."""
 KILLED = 256
-"""The same where the engine is killed on the way: half a minute's work. On a busy machine its first news came seconds late."""
+"""The same where the engine is killed on the way: half a minute of work. The first news may come seconds late."""
 
 
 def spec(model: Path, max_model_len: int = 512, **changes: Any) -> RolloutSpec:
