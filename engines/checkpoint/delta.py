@@ -36,7 +36,7 @@ class Kept:
         if self._plan != plan:
             self._blocks = [torch.empty(partition.nbytes, dtype=torch.uint8) for partition in plan.partitions]
             self._plan, self._hashes = plan, []
-        self._digest = ""
+        self._digest, self._finder = "", None
 
     def commit(self, hashes: list[str]) -> None:
         self._hashes, self._digest = list(hashes), digest_of_hashes(hashes)

@@ -2,10 +2,11 @@
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import torch
 from torch import Tensor
@@ -172,7 +173,8 @@ class Ahead:
     ) -> None:
         """See ``pull``."""
         pool = ThreadPoolExecutor(1, thread_name_prefix="weights-join")
-        self._joining = pool.submit(_join, source, deadline_s, expect, adapter, rank, device)
+        self._left = threading.Event()
+        self._joining = pool.submit(_join, source, deadline_s, expect, adapter, rank, device, self._left.is_set)
         pool.shutdown(wait=False)
 
     def joined(self) -> Joined:
@@ -180,7 +182,8 @@ class Ahead:
         return self._joining.result()
 
     def close(self) -> None:
-        """For one that nobody pulls from."""
+        """For one that nobody pulls from; one that has not joined yet takes nobody's place."""
+        self._left.set()
         self._joining.add_done_callback(lambda done: done.exception() or done.result().close())
 
 
@@ -191,11 +194,11 @@ def _join(
     adapter: Adapter | None,
     rank: int,
     device: str,
+    left: Callable[[], bool] = lambda: False,
 ) -> Joined:
     where = _slots_on(source.transport, device, source.version, rank)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)  # of this thread
-    return Joined(source, deadline_s, expect, adapter, rank, where)
+    with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
+        return Joined(source, deadline_s, expect, adapter, rank, where, left)
 
 
 def _slots_on(transport: str, device: str, version: int, rank: int | None = None) -> torch.device:

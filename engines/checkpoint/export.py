@@ -123,11 +123,11 @@ class Export:
         with torch.no_grad():
             for cut, room in zip(cuts, memory.split_with_sizes([cut.nbytes for cut in cuts]), strict=True):
                 target, part = room.view(cut.dtype), self._values(cut)
-                if cut.nbytes >= LARGE or part.device != memory.device:
+                if cut.total >= LARGE or part.device != memory.device:
                     target.copy_(part)
                 else:
                     small.append((target, part))
-                    held += cut.nbytes
+                    held += part.nbytes
                 if held >= _TOGETHER:
                     copy_small(small)
                     small, held = [], 0

@@ -9,7 +9,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -103,11 +103,15 @@ class StreamSender:
         if raised and raised[1] is not None:
             if not self._met and not self._unwanted():
                 wait([self._gathering], min(self._deadline_s, _TOLD_S))
+            assert isinstance(raised[1], BaseException)
+            self._courier.fail(raised[1])
             self._result(self._begun(self._courier.abort(str(raised[1]))), lambda: False)
+            if self._carrier.group is not None:
+                self._carrier.group.drop()  # a broadcast that not all have joined would meet the next version's
             if not self._met:
                 unlisten(self._listener, self._address, local=self._transport in LOCAL)
             turn_away(self._address)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=self._carrier.group is not None, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._deadline_s)
         self._loop.close()
@@ -188,10 +192,14 @@ class StreamSender:
         try:
             known = found if isinstance(found, str) else found()
             if self._carrier.group is not None:
-                self._result(self._gathering, self._unwanted)  # until then there is no group
+                self._result(self._gathering, lambda: False)  # until then there is no group
+                if self._courier.broken is not None:
+                    return
             self._loop.call_soon_threadsafe(self._courier.announce, data, form, data.numel(), known)
             if data.numel() and (group := self._carrier.group) is not None:
                 group.spread(data, sizes, self._deadline_s)
+        except CancelledError:  # who ended the publish says why
+            return
         except BaseException as error:  # whatever it is, the exporting thread must hear of it where it waits
             self._courier.fail(error)
             raise

@@ -1,7 +1,7 @@
 """Pulling what a publisher sends: the same for every transport but the store."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,13 +40,16 @@ class Joined:
         adapter: Adapter | None,
         rank: int,
         device: torch.device,
+        left: Callable[[], bool],
     ) -> None:
-        """Raises WeightError, of which the publisher hears."""
+        """left: asked before it joins; one that has left takes nobody's place. Raises WeightError, of which the
+        publisher hears."""
         self._link = Link(source, deadline_s, rank)
         try:
-            self._pull = _Pull(self._link, source, expect, adapter, rank, device)
+            self._pull = _Pull(self._link, source, expect, adapter, rank, device, left)
         except BaseException as error:
-            self._link.fail(error)
+            if not left():  # a receiver that says nothing is none
+                self._link.fail(error)
             self._link.close()
             raise
 
@@ -82,6 +85,7 @@ class _Pull:
         adapter: Adapter | None,
         rank: int,
         device: torch.device,
+        left: Callable[[], bool],
     ) -> None:
         self._link = link
         offer = link.receive("plan")
@@ -108,6 +112,8 @@ class _Pull:
         self.wire_nbytes = 0
         base = self._kept.digest_for(self.plan) if self._kept else ""
         group = held(source.transport) if source.transport in ("gloo", "nccl") else ""
+        if left():
+            raise link.error("this engine has left")
         link.send("join", rank=rank, pid=os.getpid(), base=base, held=group)
         told = link.receive("begin")
         if self._kept is not None:
@@ -127,7 +133,8 @@ class _Pull:
                 found = copy_all_hashed(host, data)
             elif data is not None and not found:
                 hashed = begin_hash(data, self._hashing)
-                if fed := self._hashing == "sums" and None not in came.places:  # one wait for the GPU, not two
+                if fed := self._hashing == "sums" and all(place is not None for place in came.places):
+                    # One wait for the GPU, not two.
                     assembler.feed(partition, data, came.places)
                 found = hashed()
             self._verify(found, came.announced, partition, listens=self.intake.instant)

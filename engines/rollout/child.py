@@ -58,6 +58,10 @@ class Backend(Protocol):
 
     async def drop(self, names: list[str]) -> None: ...
 
+    async def join(self, source: str, expect: str, deadline_s: str) -> None:
+        """May join the publish of the ``load`` that comes next; called while requests run."""
+        ...
+
     async def load(self, source: str, expect: str, deadline_s: str) -> list[dict[str, Any]]:
         """One outcome of each worker, see ``vllm_worker``; called while no request of ``complete`` runs. Caches of what
         the weights before have computed are empty afterwards."""
@@ -294,7 +298,8 @@ class Program:
         self._open.set()
 
     async def _load(self, source: str, expect: str, deadline_s: str, version: int) -> dict[str, Any]:
-        """pause(keep) → load → resume. When the load fails, what was under way ends."""
+        """join → pause(keep) → load → resume. When the load fails, what was under way ends."""
+        await self._backend.join(source, expect, deadline_s)
         was_open = self._open.is_set()
         began = time.monotonic()
         await self.pause("keep")

@@ -8,6 +8,7 @@ then it is called each time. Runs in vLLM's workers.
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class Copies:
         self._copies: dict[str, list[_Copy]] = {}
         self._only_copies = True
         self._held: list[_Held] = []
+        self._modules: list[Any] = []
         self.known = False
         """Whether the next load goes without the loader."""
         self.loaded: set[str] = set()
@@ -57,7 +59,9 @@ class Copies:
 
     def fits(self) -> bool:
         """Whether the next load can go without the loader: all copies are known, and parameters are where they were."""
-        return self.known and all(_addresses(one.own) == one.addresses for one in self._held)
+        if not self.known or any(a is not b for a, b in zip_longest(self._model.modules(), self._modules)):
+            return False
+        return all(_addresses(one.own) == one.addresses for one in self._held)
 
     def load(self, batch: Batch) -> None:
         """Tensors are read before it returns, or on the current stream of their device."""
@@ -84,7 +88,8 @@ class Copies:
     def finish(self) -> None:
         """The whole version was loaded."""
         if not self.known:
-            owners = [own for m in self._model.modules() for own in (m._parameters, m._buffers) if own]
+            self._modules = list(self._model.modules())
+            owners = [own for m in self._modules for own in (m._parameters, m._buffers)]
             self._held = [_Held(own, _addresses(own)) for own in owners]
             held = {t.untyped_storage().data_ptr() for own in owners for t in own.values() if t is not None}
             written = {c.into.untyped_storage().data_ptr() for copies in self._copies.values() for c in copies}

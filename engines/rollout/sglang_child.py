@@ -85,6 +85,9 @@ class SGLang:
         for name in names:
             self._manager.abort_request(rid=name)
 
+    async def join(self, source: str, expect: str, deadline_s: str) -> None:
+        """Not here: SGLang's workers run nothing of ours beside their loop."""
+
     async def load(self, source: str, expect: str, deadline_s: str) -> list[dict[str, Any]]:
         import torch
         from sglang.srt.utils import MultiprocessingSerializer

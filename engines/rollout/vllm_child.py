@@ -96,15 +96,16 @@ class VLLM:
     async def drop(self, names: list[str]) -> None:
         await self.llm.abort(names)
 
+    async def join(self, source: str, expect: str, deadline_s: str) -> None:
+        arguments = {"source": source, "expect": expect, "deadline_s": deadline_s}
+        await self.llm.collective_rpc("headrace_join", kwargs=arguments)
+
     async def load(self, source: str, expect: str, deadline_s: str) -> list[dict[str, Any]]:
         # Requests of the door are not ours to drop: they are frozen, and computed again after the update; caches are
         # cleared here as well.
         # As pause_generation, without the 20 ms that it then sleeps for callers who want the last outputs first.
+        await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         arguments = {"source": source, "expect": expect, "deadline_s": deadline_s}
-        await asyncio.gather(
-            self.llm.collective_rpc("headrace_join", kwargs=arguments),
-            self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True),
-        )
         try:
             outcomes = await self.llm.collective_rpc("headrace_load_weights", kwargs=arguments)
             self._empty = self._empty and any("error" in outcome for outcome in outcomes)

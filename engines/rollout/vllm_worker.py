@@ -69,6 +69,9 @@ class HeadraceWorker:
         self._copies = None  # until this load is complete
         loading = _Loading(model, worker.device, copies)
         ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] != source:
+            ahead[1].close()
+            ahead = None
         with set_current_vllm_config(worker.vllm_config):
             try:
                 served = pull(
@@ -80,7 +83,7 @@ class HeadraceWorker:
                     device=str(worker.device),
                     settle=loading.settle,
                     place=loading.place,
-                    ahead=ahead[1] if ahead and ahead[0] == source else None,
+                    ahead=ahead[1] if ahead else None,
                 )
                 loading.finish(worker.vllm_config.model_config, served.version)
             except WeightError as error:

@@ -87,6 +87,10 @@ class Group(Protocol):
         have gone. sizes: see ``Intake.fetch``."""
         ...
 
+    def drop(self) -> None:
+        """After a failure: ends what another thread waits for; the next version forms a new group."""
+        ...
+
 
 class Intake(Protocol):
     """The receiver's side of one pull."""

@@ -53,6 +53,7 @@ class _Group:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        self._left = False
         # NCCL waits for what the current stream has queued: on this one that is nothing.
         self._stream = torch.cuda.Stream(device) if kind == "nccl" else None
 
@@ -65,6 +66,8 @@ class _Group:
         """Until that broadcast has ended. Raises RuntimeError, TimeoutError."""
         end = time.monotonic() + deadline_s
         while not work.is_completed():
+            if self._left:
+                raise RuntimeError("this side has left the group")
             if time.monotonic() > end:
                 raise TimeoutError(f"a broadcast did not end within {deadline_s:g} s")
             time.sleep(_LOOK_S if self.rank else 3 * _LOOK_S)
@@ -72,6 +75,7 @@ class _Group:
 
     def abort(self) -> None:
         """Ends what another thread waits for."""
+        self._left = True
         with contextlib.suppress(RuntimeError):
             self._group.abort()
 
@@ -93,7 +97,7 @@ class GroupCarrier(Slots):
         group, size = self._group, len(held) + 1
         if group is not None and group.size == size and sorted(held) == [f"{group.key}/{r}" for r in range(1, size)]:
             return [{"key": group.key, "rank": int(one.rpartition("/")[2]), "size": size} for one in held]
-        self._drop()
+        self.drop()
         # Every address of this machine: receivers use the one that they came to.
         self._store = TCPStore(
             "0.0.0.0", 0, is_master=True, timeout=timedelta(seconds=deadline_s), wait_for_workers=False
@@ -119,20 +123,21 @@ class GroupCarrier(Slots):
             for work in before:
                 self._group.wait(work, deadline_s)
         except (RuntimeError, TimeoutError) as error:
-            self._drop()
+            self.drop()
             raise WeightError(
                 f"the {self._kind} broadcast to {self._members - 1} receivers failed: {str(error).splitlines()[0]}",
                 advice="see the rollout engines' logs; transports tcp, shm and nixl survive the loss of a receiver",
             ) from error
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """See ``Group``."""
         if self._group is not None:
             self._group.abort()
         self._group = self._store = None
         self._under_way = []
 
     def close(self) -> None:
-        self._drop()
+        self.drop()
 
 
 _joined: dict[str, _Group] = {}

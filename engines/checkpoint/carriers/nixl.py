@@ -62,11 +62,23 @@ def _agent(passive: bool) -> Any:
         ) from error
 
 
-@lru_cache(maxsize=4)
+_known: dict[str, str] = {}
+"""What this process's agent knows of a publisher's, by its name: the metadata that it was told last."""
+
+
 def _peer(metadata: str) -> str:
     """The publisher's agent, known to this process's from its metadata."""
-    name = _agent(False).add_remote_agent(base64.b64decode(metadata))
-    return name.decode() if isinstance(name, bytes) else name
+    agent = _agent(False)
+    for name, told in _known.items():
+        if told == metadata:
+            return name
+    made = agent.add_remote_agent(base64.b64decode(metadata))
+    name = made.decode() if isinstance(made, bytes) else made
+    if name in _known:  # it has other memory now; NIXL adds that to what it knew, and looks into the old one first
+        agent.remove_remote_agent(name)
+        agent.add_remote_agent(base64.b64decode(metadata))
+    _known[name] = metadata
+    return name
 
 
 Places = tuple[tuple[int, int], ...]
@@ -189,7 +201,7 @@ class NixlIntake:
     def close(self) -> None:
         """The slots and this pull's places are kept for the next one, unless something may still be written to them."""
         if self._under_way:  # after a failure: the next pull connects anew
-            _peer.cache_clear()
+            _known.update(dict.fromkeys(_known, ""))
         end = time.monotonic() + _LEFT_S
         while self._under_way and time.monotonic() < end:
             for slot, (handle, _) in list(self._under_way.items()):

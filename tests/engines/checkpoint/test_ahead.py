@@ -94,9 +94,12 @@ def test_an_engine_that_joined_and_never_takes_anything_does_not_hold_up_others(
     assert served.digest == publisher.manifest().digest and got.keys() == MODEL.keys()
 
 
-def test_one_that_is_closed_before_it_has_joined_leaves(publisher: Publish) -> None:
+def test_one_that_is_closed_before_it_has_joined_takes_nobodys_place(publisher: Publish) -> None:
     left = Ahead(publisher.source, expect=EXPECT, deadline_s=20)
     left.close()
+    ahead = Ahead(publisher.source, expect=EXPECT, deadline_s=20)
     publisher()
-    with pytest.raises(WeightError, match="no receiver is left"):
-        publisher.manifest()
+    served, _ = take(publisher, ahead)
+    assert served.digest == publisher.manifest().digest
+    with pytest.raises(WeightError, match="this engine has left"):
+        left.joined()

@@ -1,5 +1,6 @@
 """What every transport between processes must do: every bit, every loss told, the next version works."""
 
+import base64
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from headrace.blocks.weights import Plan, Transport, WeightManifest, WeightSource
 from headrace.engines.checkpoint import WeightError, digest_of, publish, pull, release, rendezvous, reserve
+from headrace.engines.checkpoint.carriers import nixl as nixl_carrier
 from headrace.engines.checkpoint.carriers.base import Slots, unusable
 from headrace.engines.checkpoint.courier import Courier
 
@@ -305,16 +307,64 @@ def test_nobody_waits_long_for_a_publisher_that_does_not_listen(
         pull(WeightSource(version=1, transport=transport, address=where), lambda *_: None, deadline_s=600)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [*ELASTIC, "gloo"])
+def test_a_publish_that_fails_in_the_middle_leaves_nothing_to_the_next(
+    transport: Transport, model: dict[str, Tensor], metas: list, tmp_path: Path
+) -> None:
+    def half() -> Iterator[tuple[str, Tensor]]:
+        yield from list(model.items())[: len(model) // 2]
+        raise RuntimeError("the trainer failed")
+
+    address = str(tmp_path / "w.sock") if transport == "shm" else reserve("127.0.0.1")
+    with ThreadPoolExecutor(1) as pool:
+        for version in range(1, 9):
+            source = WeightSource(version=version, transport=transport, address=address)
+            pulling = pool.submit(pull, source, lambda *_: None, deadline_s=20)
+            sending: dict[str, Any] = {"version": version, "train_step": 1, "transport": transport, "address": address}
+            sending |= {"partition_bytes": 4096, "deadline_s": 20}
+            began = time.monotonic()
+            if version % 2:
+                with pytest.raises(RuntimeError, match="the trainer failed"):
+                    publish(half(), metas, **sending)
+                assert isinstance(pulling.exception(10), WeightError)
+            else:
+                assert publish(iter(model.items()), metas, **sending).digest == pulling.result(10).digest
+            assert time.monotonic() - began < 10
+    release(address)
+
+
+def test_what_nixl_knew_of_a_publisher_is_forgotten_before_it_is_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It adds what it is told to what it knew, and looks there first: a slot that began where an older one ended was
+    now and then not found."""
+    calls: list[tuple[str, bytes | str]] = []
+
+    class Agent:
+        def add_remote_agent(self, metadata: bytes) -> bytes:
+            calls.append(("add", metadata))
+            return b"publisher"
+
+        def remove_remote_agent(self, name: str) -> None:
+            calls.append(("remove", name))
+
+    monkeypatch.setattr(nixl_carrier, "_agent", lambda passive: Agent())
+    monkeypatch.setattr(nixl_carrier, "_known", {})
+    for metadata in (b"one", b"one", b"two", b"one"):
+        assert nixl_carrier._peer(base64.b64encode(metadata).decode()) == "publisher"
+    anew = [("remove", "publisher")]
+    assert calls == [("add", b"one"), ("add", b"two"), *anew, ("add", b"two"), ("add", b"one"), *anew, ("add", b"one")]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
 def test_a_publish_that_nobody_wants_any_more_ends(
     transport: Transport, model: dict[str, Tensor], metas: list, tmp_path: Path
 ) -> None:
     address = str(tmp_path / "w.sock") if transport == "shm" else reserve("127.0.0.1")
     sending: dict[str, Any] = {"version": 1, "train_step": 1, "transport": transport, "address": address}
     unwanted = threading.Event()
+    later = threading.Timer(0.5, unwanted.set)
     began = time.monotonic()
     with pytest.raises(WeightError, match="are not waited for any more"):
-        publish(iter(model.items()), metas, **sending, deadline_s=60, listening=unwanted.set, unwanted=unwanted.is_set)
+        publish(iter(model.items()), metas, **sending, deadline_s=60, listening=later.start, unwanted=unwanted.is_set)
     assert time.monotonic() - began < 5
     with ThreadPoolExecutor(1) as pool:
         source = WeightSource(version=1, transport=transport, address=address)

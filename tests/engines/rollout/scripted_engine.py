@@ -40,6 +40,9 @@ class Scripted:
     async def drop(self, names: list[str]) -> None:
         self._dropped |= set(names)
 
+    async def join(self, source: str, expect: str, deadline_s: str) -> None:
+        """It loads nothing."""
+
     async def load(self, source: str, expect: str, deadline_s: str) -> list[dict[str, Any]]:
         version = json.loads(source)["version"]
         if version == 666:
