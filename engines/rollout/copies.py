@@ -8,7 +8,6 @@ then it is called each time. Runs in vLLM's workers.
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -32,15 +31,6 @@ class _Copy(NamedTuple):
     """The source is the whole tensor as it is, and of the dtype that it is copied into."""
 
 
-class _Held(NamedTuple):
-    """Where a module had its parameters, or its buffers, when all copies were known. It is compared in every update's
-    pause: to ask the model for its parameters takes four times as long."""
-
-    own: dict[str, Tensor | None]
-    """The module's, as it is now."""
-    addresses: dict[str, int]
-
-
 class Copies:
     """Loads of one model. ``load`` everything, then ``finish``. Use it again while it ``fits``, and not after a load
     that failed."""
@@ -50,8 +40,7 @@ class Copies:
         self._model, self._loader = model, loader
         self._copies: dict[str, list[_Copy]] = {}
         self._only_copies = True
-        self._held: list[_Held] = []
-        self._modules: list[Any] = []
+        self._places: tuple[int, ...] = ()
         self.known = False
         """Whether the next load goes without the loader."""
         self.loaded: set[str] = set()
@@ -59,9 +48,7 @@ class Copies:
 
     def fits(self) -> bool:
         """Whether the next load can go without the loader: all copies are known, and parameters are where they were."""
-        if not self.known or any(a is not b for a, b in zip_longest(self._model.modules(), self._modules)):
-            return False
-        return all(_addresses(one.own) == one.addresses for one in self._held)
+        return self.known and self._places == _places(self._model)
 
     def load(self, batch: Batch) -> None:
         """Tensors are read before it returns, or on the current stream of their device."""
@@ -88,13 +75,11 @@ class Copies:
     def finish(self) -> None:
         """The whole version was loaded."""
         if not self.known:
-            self._modules = list(self._model.modules())
-            owners = [own for m in self._modules for own in (m._parameters, m._buffers)]
-            self._held = [_Held(own, _addresses(own)) for own in owners]
-            held = {t.untyped_storage().data_ptr() for own in owners for t in own.values() if t is not None}
+            held = {p.untyped_storage().data_ptr() for p in _tensors(self._model)}
             written = {c.into.untyped_storage().data_ptr() for copies in self._copies.values() for c in copies}
             # What was copied elsewhere first, or not at all, went some way that a copy does not repeat.
             self.known = self._only_copies and written <= held and all(self._copies.values())
+            self._places = _places(self._model)
 
 
 class _Watch(TorchDispatchMode):
@@ -136,5 +121,9 @@ class _Watch(TorchDispatchMode):
         return (name, tensor) if begin <= value.data_ptr() < begin + tensor.nbytes else None
 
 
-def _addresses(own: dict[str, Tensor | None]) -> dict[str, int]:
-    return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in own.items()}
+def _tensors(model: Any) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _places(model: Any) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in _tensors(model))
