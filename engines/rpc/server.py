@@ -130,10 +130,10 @@ class JobServer:
 
     def shutdown(self) -> None:
         """Ends ``run``; jobs under way are told to stop."""
+        self._stop.set()
         with self._lock:
             for job in self._jobs.values():
                 job.cancelled.set()
-        self._stop.set()
 
     def _watch(self, server: uvicorn.Server) -> None:
         while not self._stop.wait(min(5.0, self._idle_limit)):
@@ -181,6 +181,13 @@ class JobServer:
                 raise HTTPException(404, f"{self._role} engine (epoch {self._epoch}) knows no job {id}")
             return self._jobs[id]
 
+    def _seen(self, job: Job) -> dict[str, Any]:
+        """What a client hears of a job. Nobody cancelled one that ends because the engine leaves: the engine is lost."""
+        view = job.view()
+        if self._stop.is_set() and view["state"] == "cancelled":
+            raise HTTPException(409, f"this {self._role} engine (epoch {self._epoch}) left before {job.id} was done")
+        return view
+
     def _admit(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
@@ -211,20 +218,20 @@ class JobServer:
 
         @app.post("/jobs")
         def submit(body: dict[str, Any]) -> dict[str, Any]:
-            return self._submit(body["id"], body["method"], body["params"]).view()
+            return self._seen(self._submit(body["id"], body["method"], body["params"]))
 
         @app.get("/jobs/{id}")
         def wait(id: str, wait: float = 0.0, seen: int | None = None) -> dict[str, Any]:
             job = self._find(id)
             job.wait(min(wait, 30.0), seen)
             self._heard = time.monotonic()
-            return job.view()
+            return self._seen(job)
 
         @app.delete("/jobs/{id}")
         def cancel(id: str) -> dict[str, Any]:
             job = self._find(id)
             job.cancelled.set()
-            return job.view()
+            return self._seen(job)
 
         @app.get("/health")
         def health() -> dict[str, Any]:

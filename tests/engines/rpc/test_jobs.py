@@ -174,6 +174,23 @@ def test_an_idle_engine_leaves(tmp_path):
     assert not thread.is_alive()
 
 
+def test_an_engine_that_leaves_is_lost_to_who_waits_for_its_jobs(engine):
+    """It ends what it was at, so that a job of it may end as cancelled before it is gone; nobody has cancelled that."""
+    client, _ = engine
+
+    async def run():
+        async with client() as c, client() as other:
+            jobs = [asyncio.create_task(c.call("wait", {}, job_id=id, deadline_s=10)) for id in ("running", "queued")]
+            while "running" not in (await other.health())["running"]:
+                await asyncio.sleep(0.02)
+            await other.shutdown()
+            for job in jobs:
+                with pytest.raises(EngineLost):
+                    await job
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("method", ["exchange", "wait"])
 def test_a_newer_attempt_ends_what_needs_the_older_ones_other_side(engine, method: str):
     """Else its own would wait behind it, until a deadline that is meant for a slow network. Other jobs go on."""
