@@ -34,7 +34,7 @@ $(VENV)/.installed-cpu: pyproject.toml requirements.lock
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-cpu
-	$(BIN)/python -m pip install -q -c requirements.lock -e '.[cpu,s3,nixl,dev]'
+	$(BIN)/python -m pip install -q -c requirements.lock -e '.[cpu,s3,nixl,delta,dev]'
 	touch $@
 
 # vLLM pins other packages than Prefect: an environment of its own. torchvision and its kin break beside a CPU torch.
@@ -52,7 +52,7 @@ down:
 
 lock:
 	$(BIN)/python -m pip install -q uv
-	$(BIN)/uv pip compile -q --universal --python-version 3.11 --extra cpu --extra s3 --extra nixl --extra dev --no-annotate --no-header pyproject.toml -o requirements.lock
+	$(BIN)/uv pip compile -q --universal --python-version 3.11 --extra cpu --extra s3 --extra nixl --extra delta --extra dev --no-annotate --no-header pyproject.toml -o requirements.lock
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV)

@@ -225,9 +225,10 @@ class Weights(Strict):
     """auto = by placement: on one machine shm, between GPUs of actor and vLLM in one pool cuda-ipc; else tcp. store:
     safetensors partitions in the campaign's store."""
     partition_mb: int | None = Field(None, ge=1, le=8192)
-    """Half of the memory that each side takes beside its weights, MiB. Left out: 16; between GPUs 1024."""
+    """Half of the memory that each side takes beside its weights, MiB. Left out: 64; between GPUs 1024."""
     delta: bool = False
-    """Send only what changed. Costs one copy of the weights in host memory on each side; for shm, tcp, nixl on CPUs."""
+    """Send only what changed. Costs one copy of the weights in host memory on each side; for shm, tcp, nixl on CPUs;
+    the trainer needs the package numba."""
     keep: int = Field(2, ge=2)
     """Versions that transport store keeps: the one in use, the one before it, and older ones. One with a file PINNED in
     it stays."""

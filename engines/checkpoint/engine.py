@@ -76,7 +76,7 @@ def publish(
             raise WeightError("there is no tensor to publish", version=version)
         release = Release(made.plan, version, train_step, parent, f"{socket.gethostname()}:{os.getpid()}")
         export = Export(tensors, made, wire_dtype, quantization, version)
-        where = _slots_on(transport, device, version)
+        where = _slots_on(transport, device, version, changes=delta)
         sender: Sender
         if transport == "store":
             sender = StoreSender(release, store=store, address=address, beside=beside or {}, deadline_s=deadline_s)
@@ -201,10 +201,12 @@ def _join(
         return Joined(source, deadline_s, expect, adapter, rank, where, left)
 
 
-def _slots_on(transport: str, device: str, version: int, rank: int | None = None) -> torch.device:
+def _slots_on(
+    transport: str, device: str, version: int, rank: int | None = None, changes: bool = False
+) -> torch.device:
     """Where the slots of this side lie. Raises WeightError when this process cannot use the transport."""
     here = torch.device(device)
-    if why := unusable(transport, cuda=here.type == "cuda"):
+    if why := unusable(transport, cuda=here.type == "cuda", changes=changes):
         raise WeightError(why, version=version, rank=rank)
     if transport not in (*ON_GPU, "nixl") or here.type == "cpu":
         return torch.device("cpu")

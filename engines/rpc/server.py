@@ -182,7 +182,7 @@ class JobServer:
             return self._jobs[id]
 
     def _seen(self, job: Job) -> dict[str, Any]:
-        """What a client hears of a job. Nobody cancelled one that ends because the engine leaves: the engine is lost."""
+        """What a client hears. Nobody cancelled a job that ends because the engine leaves: the engine is lost."""
         view = job.view()
         if self._stop.is_set() and view["state"] == "cancelled":
             raise HTTPException(409, f"this {self._role} engine (epoch {self._epoch}) left before {job.id} was done")

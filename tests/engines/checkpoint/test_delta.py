@@ -1,8 +1,10 @@
 """Only what changed travels, bit for bit; whoever has no base, or another, gets everything."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -37,14 +39,19 @@ def packed(base: np.ndarray, fresh: np.ndarray, word: int) -> np.ndarray | None:
     word=st.sampled_from([1, 2, 4, 8]),
     changes=st.integers(0, 400),
     seed=st.integers(0, 2**32),
+    helpers=st.sampled_from([0, 3]),
 )
-def test_changes_turn_the_base_into_the_new_bytes(nbytes: int, word: int, changes: int, seed: int) -> None:
+def test_changes_turn_the_base_into_the_new_bytes(
+    nbytes: int, word: int, changes: int, seed: int, helpers: int
+) -> None:
     nbytes = max(nbytes // word, 1) * word
     draw = np.random.default_rng(seed)
     base = draw.integers(0, 256, nbytes, np.uint8)
     fresh = base.copy()
     fresh[draw.integers(0, nbytes, changes)] ^= draw.integers(1, 256, changes, np.uint8)
-    if (sent := packed(base.copy(), fresh, word)) is None:
+    with patch("headrace.engines.checkpoint.changes._HELPERS", helpers):
+        sent = packed(base.copy(), fresh, word)
+    if sent is None:
         return
     words = int((base != fresh).reshape(-1, word).any(1).sum())
     assert len(sent) == packed_bytes(words, nbytes, word) < nbytes
@@ -213,6 +220,27 @@ def test_after_a_failure_in_the_middle_everything_is_sent(pair: Pair, large: Ten
             sent.result(20)
     (served,) = pair.send(3, changed(large, 0.03))
     assert served.wire_nbytes == served.nbytes
+
+
+def test_helpers_end_with_a_publish_that_fails() -> None:
+    """They write into the base that the next publish begins with."""
+    base, fresh = np.zeros(1 << 22, np.uint8), np.ones(1 << 22, np.uint8)
+    with patch("headrace.engines.checkpoint.changes._HELPERS", 3):
+        rooms = Finder(base, 2).rooms()
+        for _, room in zip(range(4), rooms, strict=False):
+            room.copy_(torch.from_numpy(fresh[: room.numel()]))
+        rooms.close()
+    seen = base.copy()
+    time.sleep(0.05)
+    assert np.array_equal(base, seen) and seen.any()
+
+
+def test_a_trainer_without_numba_says_what_it_needs(
+    pair: Pair, large: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.engines.checkpoint.carriers.base.find_spec", lambda name: None)
+    with pytest.raises(WeightError, match="delta needs the package numba"):
+        pair.publish(1, large)
 
 
 def test_a_base_that_was_changed_in_memory_is_seen(pair: Pair, large: Tensors) -> None:
