@@ -36,7 +36,7 @@ FURTHEST = 0.3
 """Nats between the log-probabilities of tokens, in the mean, that rounding explains; other weights give more. Of one
 token alone it is no bound: with 8 billion random weights in bfloat16 rounding was seen to give 0.31."""
 PROMPT, TOKENS = list(range(100, 164)), 16
-PARTITIONS_MB = (256, 1024, 4096)
+PARTITIONS_MB = (256, 1024, 4096, 8192)
 MEMORY = 0.25
 """Share of the GPU for each of the two engines."""
 

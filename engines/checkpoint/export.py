@@ -18,6 +18,8 @@ from headrace.engines.checkpoint.plan import Cut, Planned, digest_of_hashes, dty
 
 _TOGETHER = 64 << 20
 """Bytes of small tensors whose copies are queued on a GPU at a time, so that they are alive together."""
+_NONE = torch.empty(0)
+_END = "nothing", torch.float32, _NONE
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Export:
     ) -> None:
         self._tensors, self._version = on_wire(tensors, wire_dtype, quantization), version
         self._plan, self._cuts = plan.plan, plan.cuts
-        self._flat = torch.empty(0)
+        self._flat = _NONE
 
     def run(self, sender: Sender) -> None:
         """Fills and sends all partitions. Raises WeightError when the tensors are not those of the plan."""
@@ -88,7 +90,7 @@ class Export:
             memory = next(room, torch.empty(0, dtype=torch.uint8))
             on_host = memory.device.type == "cpu"
             sender.send(partition, self._fill_host(cuts, memory, room) if on_host else self._fill_gpu(cuts, memory))
-        self._flat = torch.empty(0)
+        self._flat = _NONE
         if (extra := next(self._tensors, None)) is not None:
             raise self._error(f"the tensors do not end where their metas do: {extra[0]} follows")
 
@@ -137,12 +139,12 @@ class Export:
     def _values(self, cut: Cut) -> Tensor:
         """What goes into the slice: values of any dtype, flat."""
         if cut.start == 0:
-            self._flat = torch.empty(0)  # before the next one is made
+            self._flat = _NONE  # before the next one is made
             self._flat = self._next(cut)
         return self._flat if cut.nbytes == cut.total else self._flat[cut.first : cut.first + cut.count]
 
     def _next(self, cut: Cut) -> Tensor:
-        found, dtype, tensor = next(self._tensors, ("nothing", torch.float32, torch.empty(0)))
+        found, dtype, tensor = next(self._tensors, _END)
         if found != cut.name or tensor.shape != cut.shape or dtype != cut.dtype:
             made = dtype_name(dtype)
             came = found if found == "nothing" else f"{found} {made} {list(tensor.shape)}"
