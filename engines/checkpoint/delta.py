@@ -4,7 +4,7 @@ They are kept in host memory, with the version's digest, which is that of verifi
 its base when it joins, and gets changes only where it is the publisher's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Literal
 
 import torch
@@ -41,7 +41,7 @@ class Kept:
     def commit(self, hashes: list[str]) -> None:
         self._hashes, self._digest = list(hashes), digest_of_hashes(hashes)
 
-    def room(self, partition: Partition, shared: bool) -> Iterator[Tensor]:
+    def room(self, partition: Partition, shared: bool) -> Generator[Tensor, None, None]:
         """The publisher: memory for the partition's bytes, as ``Sender.room``; what is written there is kept.
 
         shared: whether all receivers have this base, so that it is worth to find what changes.

@@ -1,6 +1,7 @@
 """The sending half that all transports share: named tensors into the bytes of partitions."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,7 +54,7 @@ class Sender(Protocol):
 
     def __exit__(self, *raised: object) -> None: ...
 
-    def room(self, partition: Partition) -> Iterator[Tensor]:
+    def room(self, partition: Partition) -> Generator[Tensor, None, None]:
         """Memory for the partition's bytes, uint8, in as many parts as it has; waits until each is free. Taking the
         next one, or the end, says that the one before is filled."""
         ...
@@ -86,10 +87,13 @@ class Export:
     def run(self, sender: Sender) -> None:
         """Fills and sends all partitions. Raises WeightError when the tensors are not those of the plan."""
         for partition in self._plan.partitions:
-            cuts, room = self._cuts[partition.index], sender.room(partition)
-            memory = next(room, torch.empty(0, dtype=torch.uint8))
-            on_host = memory.device.type == "cpu"
-            sender.send(partition, self._fill_host(cuts, memory, room) if on_host else self._fill_gpu(cuts, memory))
+            cuts = self._cuts[partition.index]
+            with closing(
+                sender.room(partition)
+            ) as room:  # also after a failure: what it began ends here, in this thread
+                memory = next(room, torch.empty(0, dtype=torch.uint8))
+                on_host = memory.device.type == "cpu"
+                sender.send(partition, self._fill_host(cuts, memory, room) if on_host else self._fill_gpu(cuts, memory))
         self._flat = _NONE
         if (extra := next(self._tensors, None)) is not None:
             raise self._error(f"the tensors do not end where their metas do: {extra[0]} follows")

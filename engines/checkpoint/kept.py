@@ -5,7 +5,7 @@
 a publish left that never committed is deleted by the next one. A committed version never changes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -85,7 +85,7 @@ class StoreSender:
         abandoned = WeightError("the publish ended before this file did")
         self._open.__exit__(type(abandoned), abandoned, None)
 
-    def room(self, partition: Partition) -> Iterator[Tensor]:
+    def room(self, partition: Partition) -> Generator[Tensor, None, None]:
         if partition.index >= 2:
             self._hash(partition.index - 2)
         yield self._memory[partition.index % 2][: partition.nbytes]

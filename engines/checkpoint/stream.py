@@ -8,7 +8,7 @@ import asyncio
 import mmap
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -117,7 +117,7 @@ class StreamSender:
         self._loop.close()
         unclaim(self._address)
 
-    def room(self, partition: Partition) -> Iterator[Tensor]:
+    def room(self, partition: Partition) -> Generator[Tensor, None, None]:
         if self._kept is not None:
             self._meet()  # what they have decides what is sent
             yield from self._kept.room(partition, self._courier.shared)

@@ -162,6 +162,8 @@ class JobServer:
 
     def _submit(self, id: str, method: str, params: dict[str, Any]) -> Job:
         with self._lock:
+            if self._stop.is_set():
+                raise HTTPException(409, f"this {self._role} engine (epoch {self._epoch}) leaves")
             known = self._jobs.get(id)
             if known is not None and (known.state in ("queued", "running", "done")) and not known.cancelled.is_set():
                 return known

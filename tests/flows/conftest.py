@@ -37,7 +37,7 @@ class Stack:
     def state(self) -> dict:
         return json.loads((self.home / "stack.json").read_text())
 
-    def headrace(self, *words: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    def headrace(self, *words: str, timeout_s: float = 480) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "headrace.deployments.cli", *words]
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_s, check=False)
 
@@ -56,7 +56,7 @@ class Stack:
         path = self.home / "store" / campaign / "progress.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def wait_for(self, campaign: str, reached: Callable[[dict], bool], within_s: float = 180) -> dict:
+    def wait_for(self, campaign: str, reached: Callable[[dict], bool], within_s: float = 400) -> dict:
         end = time.monotonic() + within_s
         while time.monotonic() < end:
             if reached(p := self.progress(campaign)):

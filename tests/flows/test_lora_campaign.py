@@ -63,7 +63,7 @@ def test_an_adapter_is_trained_served_and_resumed(stack, tiny_recipe, make_model
     following = stack.start("run", str(tmp_path / "adapter.yaml"), "--set", "iterations=5")
     stack.wait_for("adapter", lambda p: p.get("iteration", 0) >= 3)
     os.kill(json.loads(store.get("leases/actor-0.json"))["pid"], signal.SIGKILL)
-    out, _ = following.communicate(timeout=240)
+    out, _ = following.communicate(timeout=480)
     assert following.returncode == 0, out
     rows = History(store).rows()
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

@@ -61,7 +61,7 @@ def test_an_actor_that_dies_under_changed_weights_leaves_no_trace(stack, tiny_re
     following = stack.start("run", file)
     stack.wait_for("traceless", lambda p: p.get("stage") == "parity")
     os.kill(json.loads(stack.store("traceless").get("leases/actor-0.json"))["pid"], signal.SIGKILL)
-    out, _ = following.communicate(timeout=240)
+    out, _ = following.communicate(timeout=480)
     assert following.returncode == 0, out
     assert stack.store("traceless").manifests(STEP, "parity")
     models = [json.loads(stack.store(c).get("summary.json"))["model"] for c in ("ungated", "traceless")]
@@ -77,7 +77,7 @@ def test_the_gate_alone(stack, tiny_recipe, tmp_path):
         env={**stack.env, "PREFECT_API_URL": stack.state["api"]},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=480,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -116,7 +116,7 @@ def test_a_bound_that_is_passed_fails_the_campaign_and_names_the_setting(stack, 
 
 @pytest.mark.vllm
 @pytest.mark.skipif("HEADRACE_VLLM_PYTHON" not in os.environ, reason="make vllm-env; set HEADRACE_VLLM_PYTHON")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_vllm_that_loads_nothing_is_found_before_anything_is_trained(stack, tiny_recipe, make_model, tmp_path):
     host = stack.ask("GET", "deployments/name/engine-host/rollout-vllm")
     python = broken(os.environ["HEADRACE_VLLM_PYTHON"], "silent load", tmp_path)

@@ -89,7 +89,7 @@ def test_a_kill_between_rounds_changes_nothing(stack, tiny_recipe, tmp_path):
     while following.poll() is None and not any(m.shard for m in store.manifests(1, "prompts")):
         time.sleep(0.01)
     os.kill(stack.progress("replaced-again")["pid"], signal.SIGKILL)
-    following.communicate(timeout=120)
+    following.communicate(timeout=300)
     _finished(stack, store, stack.headrace("run", recipe, "--campaign", "replaced-again"))
     keys = [[m.key for m in s.manifests(2, "train")] for s in (store, stack.store("replaced"))]
     assert keys[0] == keys[1]
@@ -128,7 +128,7 @@ def test_a_disk_that_fills_up(stack, tiny_recipe, tmp_path):
         with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
             while True:
                 file.write(bytes(1 << 12))
-        out, _ = following.communicate(timeout=240)
+        out, _ = following.communicate(timeout=480)
         assert following.returncode == 1 and "No space left" in out and "free" in out, out
         assert "Traceback" not in out
         ballast.unlink()

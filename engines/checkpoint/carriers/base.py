@@ -128,8 +128,12 @@ class Intake(Protocol):
 def unusable(transport: str, *, cuda: bool, changes: bool = False) -> str:
     """Why this process cannot use the transport; empty when it can. cuda: whether its weights are on a GPU. changes:
     whether it is to find what changed."""
-    if changes and not find_spec("numba"):
-        return "delta needs the package numba in the trainer's environment: pip install numba; or weights.delta: false"
+    if changes:
+        try:
+            import_module("headrace.engines.checkpoint.words")
+        except ImportError as error:
+            advice = "pip install numba, or weights.delta: false"
+            return f"delta needs the package numba in the trainer's environment ({error}): {advice}"
     if transport in ("cuda-ipc", "nccl") and not (cuda and torch.cuda.is_available()):
         return f"transport {transport} moves weights between GPUs, and this engine has none; choose auto, shm or tcp"
     if transport == "nccl" and not torch.distributed.is_nccl_available():

@@ -1,5 +1,6 @@
 """Only what changed travels, bit for bit; whoever has no base, or another, gets everything."""
 
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -222,23 +223,38 @@ def test_after_a_failure_in_the_middle_everything_is_sent(pair: Pair, large: Ten
     assert served.wire_nbytes == served.nbytes
 
 
-def test_helpers_end_with_a_publish_that_fails() -> None:
+def test_helpers_end_with_a_publish_that_fails(pair: Pair) -> None:
     """They write into the base that the next publish begins with."""
-    base, fresh = np.zeros(1 << 22, np.uint8), np.ones(1 << 22, np.uint8)
-    with patch("headrace.engines.checkpoint.changes._HELPERS", 3):
-        rooms = Finder(base, 2).rooms()
-        for _, room in zip(range(4), rooms, strict=False):
-            room.copy_(torch.from_numpy(fresh[: room.numel()]))
-        rooms.close()
-    seen = base.copy()
-    time.sleep(0.05)
-    assert np.array_equal(base, seen) and seen.any()
+    model = {"a": torch.zeros(1 << 21), "b": torch.zeros(1 << 21)}
+    pair.send(1, model, partition_bytes=1 << 24)
+    looking, looked = [0], Finder._look
+
+    def slow(finder: Finder, begin: int, fresh: np.ndarray) -> None:
+        looking[0] += 1
+        time.sleep(0.05)
+        looked(finder, begin, fresh)
+        looking[0] -= 1
+
+    metas = [(name, "float32", [1 << 21]) for name in model]
+    ending = iter([("a", model["a"] + 1)])
+    source = WeightSource(version=2, transport=pair.transport, address=pair.address, delta=True)
+    options: dict[str, Any] = {"transport": pair.transport, "address": pair.address, "partition_bytes": 1 << 24}
+    slowed = patch.object(Finder, "_look", slow), patch("headrace.engines.checkpoint.changes._HELPERS", 3)
+    with slowed[0], slowed[1], ThreadPoolExecutor(1) as pool:
+        pulled = pool.submit(pull, source, lambda name, t: None, deadline_s=20)
+        with pytest.raises(WeightError, match="expected b") as raised:
+            publish(ending, metas, version=2, train_step=2, delta=True, deadline_s=20, **options)
+        assert looking == [0] and raised
+        with pytest.raises(WeightError):
+            pulled.result(20)
+    pair.send(3, model, partition_bytes=1 << 24)
 
 
 def test_a_trainer_without_numba_says_what_it_needs(
     pair: Pair, large: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.engines.checkpoint.carriers.base.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "headrace.engines.checkpoint.words", raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)  # also one that does not like this NumPy raises ImportError
     with pytest.raises(WeightError, match="delta needs the package numba"):
         pair.publish(1, large)
 

@@ -180,10 +180,13 @@ def test_an_engine_that_leaves_is_lost_to_who_waits_for_its_jobs(engine):
 
     async def run():
         async with client() as c, client() as other:
+            for id in ("running", "queued"):  # the server has one worker
+                await c._request("POST", "/jobs", json={"id": id, "method": "wait", "params": {}})
             jobs = [asyncio.create_task(c.call("wait", {}, job_id=id, deadline_s=10)) for id in ("running", "queued")]
-            while "running" not in (await other.health())["running"]:
-                await asyncio.sleep(0.02)
+            assert (await other.health())["running"] == ["running"]
             await other.shutdown()
+            with pytest.raises(EngineLost):
+                await other.call("wait", {}, job_id="late", deadline_s=10)
             for job in jobs:
                 with pytest.raises(EngineLost):
                     await job
