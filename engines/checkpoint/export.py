@@ -88,9 +88,8 @@ class Export:
         """Fills and sends all partitions. Raises WeightError when the tensors are not those of the plan."""
         for partition in self._plan.partitions:
             cuts = self._cuts[partition.index]
-            with closing(
-                sender.room(partition)
-            ) as room:  # also after a failure: what it began ends here, in this thread
+            # Closed after a failure, too: what the room began ends here, in this thread.
+            with closing(sender.room(partition)) as room:
                 memory = next(room, torch.empty(0, dtype=torch.uint8))
                 on_host = memory.device.type == "cpu"
                 sender.send(partition, self._fill_host(cuts, memory, room) if on_host else self._fill_gpu(cuts, memory))
