@@ -20,7 +20,9 @@ class Matrix:
 
     def weights_changed(self) -> None:
         """After the weight was written: packs it anew."""
-        if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and torch.backends.mkldnn.enabled:
+        bfloat16 = self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16
+        # oneDNN packs bfloat16 only on processors that compute in it, or have AVX-512.
+        if bfloat16 and torch.backends.mkldnn.enabled and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ def test_scores_in_order_fast_and_leaves_no_process():
     with RewardPool(RewardSpec(function="last_number")) as pool:
         pool.score(SUMS)
         seconds = []
-        for _ in range(7):
+        for _ in range(40):  # other tests run beside it
             start = time.perf_counter()
             scores = pool.score(SUMS)
             seconds.append(time.perf_counter() - start)
