@@ -1,11 +1,16 @@
 """Whatever a reward function does, only its own sample is lost, and no process stays."""
 
+import multiprocessing
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -27,19 +32,34 @@ def _gone(pid: int, within_s: float = 5.0) -> bool:
     return False
 
 
-def test_scores_in_order_fast_and_leaves_no_process():
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def test_as_fast_as_a_pool_that_cannot_be_killed():
+    """The peer is the standard library's pool, on the same machine in turns: both suffer from what runs beside them."""
+    spec = RewardSpec(function="last_number")
+    spawn = multiprocessing.get_context("spawn")
+    with RewardPool(spec) as pool, ProcessPoolExecutor(spec.workers, mp_context=spawn) as peer:
+        pool.score(SUMS)
+        list(peer.map(asdict, SUMS))
+        rounds = [
+            (_seconds(lambda: pool.score(SUMS)), _seconds(lambda: list(peer.map(asdict, SUMS)))) for _ in range(20)
+        ]
+    ours, theirs = (statistics.median(side) for side in zip(*rounds, strict=True))
+    assert ours < 2 * theirs, f"64 samples took {ours * 1e3:.1f} ms, the standard library's pool {theirs * 1e3:.1f} ms"
+
+
+def test_scores_in_order_and_leaves_no_process():
     before = set(descendants(os.getpid()))
     with RewardPool(RewardSpec(function="last_number")) as pool:
         pool.score(SUMS)
-        seconds = []
-        for _ in range(40):  # other tests run beside it
-            start = time.perf_counter()
-            scores = pool.score(SUMS)
-            seconds.append(time.perf_counter() - start)
+        scores = pool.score(SUMS)
         assert [s.reward for s in scores] == [float(i % 2) for i in range(64)]
         assert scores[1].parts == {"last_number": 1.0} and scores[1].error is None
         assert pool.score([]) == []
-    assert min(seconds) < 0.02
     assert set(descendants(os.getpid())) <= before
     with pytest.raises(RewardError, match="closed"):
         pool.score(SUMS)
