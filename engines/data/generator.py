@@ -48,13 +48,14 @@ def generate(spec: ReasoningGym) -> dict[str, list[tuple[int, dict[str, Any]]]]:
 
 def main() -> int:
     spec = ReasoningGym.model_validate_json(sys.stdin.buffer.read())
-    # A task that prints must not mix into the answer.
+    # A task that prints, and Python's warnings, must not mix into the answer.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
         halves = generate(spec)
     except DataError as error:
-        print(error, file=sys.stderr)
+        with answer:
+            answer.write(str(error))
         return REFUSED
     with answer:
         json.dump(halves, answer)

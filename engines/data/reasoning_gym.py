@@ -19,7 +19,7 @@ from headrace.engines.data.base import DataError, Listed, Problem, Splits, witho
 GENERATOR = "headrace.engines.data.generator"
 DEADLINE_S = 600.0
 REFUSED = 3
-"""Exit status of the generator for what the user can put right; the message is on its stderr."""
+"""Exit status of the generator for what the user can put right; the message is on its stdout."""
 
 
 def reasoning_gym(spec: ReasoningGym) -> Splits:
@@ -39,7 +39,7 @@ def reasoning_gym(spec: ReasoningGym) -> Splits:
             f"{spec.task}: generating {spec.size} problems took over {DEADLINE_S:.0f} s; lower size"
         ) from error
     if child.returncode == REFUSED:
-        raise DataError(child.stderr.decode(errors="replace").strip())
+        raise DataError(child.stdout.decode())
     if child.returncode:
         tail = child.stderr.decode(errors="replace").strip().splitlines()[-5:]
         raise DataError(f"reasoning-gym could not generate {spec.task}:\n  " + "\n  ".join(tail))

@@ -77,7 +77,8 @@ def test_what_cannot_be_generated_says_what_to_change(fields, words):
         generate(_spec(**fields))
 
 
-def test_errors_come_out_of_the_generating_process():
+def test_errors_come_out_of_the_generating_process(monkeypatch):
+    monkeypatch.setenv("PYTHONVERBOSE", "1")  # whatever else is on its stderr, as warnings are
     with pytest.raises(DataError, match=r"^reasoning-gym has no task 'gdc'; near: gcd"):
         load_splits(_spec("gdc"))
     with pytest.raises(DataError, match="too few different problems"):
