@@ -24,6 +24,10 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+GUARD_S = 480.0
+"""Ends what hangs; no test is about it. On a slow machine a campaign takes minutes."""
+
+
 class Stack:
     """What a test needs of the running stack."""
 
@@ -37,13 +41,17 @@ class Stack:
     def state(self) -> dict:
         return json.loads((self.home / "stack.json").read_text())
 
-    def headrace(self, *words: str, timeout_s: float = 480) -> subprocess.CompletedProcess[str]:
+    def headrace(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "headrace.deployments.cli", *words]
-        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_s, check=False)
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=GUARD_S, check=False)
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "headrace.deployments.cli", *words]
         return subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def end_of(self, started: subprocess.Popen[str]) -> str:
+        """What it printed, when it has ended."""
+        return started.communicate(timeout=GUARD_S)[0]
 
     def ask(self, verb: str, path: str, body: Any = None) -> Any:
         """The Prefect server's answer."""
@@ -56,8 +64,8 @@ class Stack:
         path = self.home / "store" / campaign / "progress.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def wait_for(self, campaign: str, reached: Callable[[dict], bool], within_s: float = 400) -> dict:
-        end = time.monotonic() + within_s
+    def wait_for(self, campaign: str, reached: Callable[[dict], bool]) -> dict:
+        end = time.monotonic() + GUARD_S
         while time.monotonic() < end:
             if reached(p := self.progress(campaign)):
                 return p

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def _headrace(home, *words, **env):
     environment = {k: v for k, v in os.environ.items() if k != "PREFECT_API_URL"} | {"HEADRACE_HOME": str(home)} | env
     command = [sys.executable, "-m", "headrace.deployments.cli", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_no_server(tmp_path, tiny_recipe):

@@ -41,7 +41,7 @@ def test_an_adapter_is_trained_served_and_resumed(stack, tiny_recipe, make_model
         "parity": {"prompts": 2},
     }
     (tmp_path / "adapter.yaml").write_text(yaml.safe_dump(recipe))
-    done = stack.headrace("run", str(tmp_path / "adapter.yaml"), timeout_s=400)
+    done = stack.headrace("run", str(tmp_path / "adapter.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
     store = stack.store("adapter")
     shapes = parameter_shapes(model)
@@ -63,7 +63,7 @@ def test_an_adapter_is_trained_served_and_resumed(stack, tiny_recipe, make_model
     following = stack.start("run", str(tmp_path / "adapter.yaml"), "--set", "iterations=5")
     stack.wait_for("adapter", lambda p: p.get("iteration", 0) >= 3)
     os.kill(json.loads(store.get("leases/actor-0.json"))["pid"], signal.SIGKILL)
-    out, _ = following.communicate(timeout=480)
+    out = stack.end_of(following)
     assert following.returncode == 0, out
     rows = History(store).rows()
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

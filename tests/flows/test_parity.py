@@ -61,7 +61,7 @@ def test_an_actor_that_dies_under_changed_weights_leaves_no_trace(stack, tiny_re
     following = stack.start("run", file)
     stack.wait_for("traceless", lambda p: p.get("stage") == "parity")
     os.kill(json.loads(stack.store("traceless").get("leases/actor-0.json"))["pid"], signal.SIGKILL)
-    out, _ = following.communicate(timeout=480)
+    out = stack.end_of(following)
     assert following.returncode == 0, out
     assert stack.store("traceless").manifests(STEP, "parity")
     models = [json.loads(stack.store(c).get("summary.json"))["model"] for c in ("ungated", "traceless")]
@@ -89,7 +89,7 @@ def test_the_gate_alone(stack, tiny_recipe, tmp_path):
 def test_a_bound_that_is_passed_fails_the_campaign_and_names_the_setting(stack, tiny_recipe, tmp_path):
     bounds = {"kl_k3": 1e-6, "kl_k1": 1.0, "mean_ratio": 1.0}
     settings = {"name": "refused", "parity": {"prompts": 4, "bounds": bounds}, "model": {"dtype": "bfloat16"}}
-    done = stack.headrace("run", recipe(tmp_path / "refused.yaml", tiny_recipe, **settings), timeout_s=290)
+    done = stack.headrace("run", recipe(tmp_path / "refused.yaml", tiny_recipe, **settings))
     assert done.returncode == 1
     for words in (
         "KL(behaviour ‖ old) is",
@@ -131,7 +131,7 @@ def test_vllm_that_loads_nothing_is_found_before_anything_is_trained(stack, tiny
             "rollout": {"backend": {"kind": "vllm", "max_model_len": 256, "kv_cache_memory_bytes": 50_000_000}},
             "parity": {"ablation": False},
         }
-        done = stack.headrace("run", recipe(tmp_path / "deceived.yaml", tiny_recipe, **settings), timeout_s=500)
+        done = stack.headrace("run", recipe(tmp_path / "deceived.yaml", tiny_recipe, **settings))
     finally:
         stack.ask("PATCH", path, {"job_variables": host["job_variables"]})
     assert done.returncode == 1

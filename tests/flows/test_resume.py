@@ -46,7 +46,7 @@ def test_the_campaign_goes_on_by_itself(stack, tiny_recipe, what):
     following = stack.start("run", str(tiny_recipe), "--campaign", f"without-{what}")
     stack.wait_for(f"without-{what}", lambda p: p.get("iteration", 0) >= 3)
     _kill(stack, f"without-{what}", what)
-    out, _ = following.communicate(timeout=480)
+    out = stack.end_of(following)
     assert following.returncode == 0, out
     _check(stack, f"without-{what}")
 
@@ -56,7 +56,7 @@ def test_an_actor_that_dies_while_it_writes_its_state(stack, tiny_recipe):
     states = stack.home / "store" / "half-saved" / "checkpoints"
     stack.wait_for("half-saved", lambda _: (states / "step-000002").exists() and any(states.glob(".*.tmp")))
     _kill(stack, "half-saved", "actor")
-    out, _ = following.communicate(timeout=480)
+    out = stack.end_of(following)
     assert following.returncode == 0, out
     _check(stack, "half-saved")
     assert list(states.glob("step-*/COMPLETE"))
@@ -78,7 +78,7 @@ def test_the_same_command_continues_wherever_the_flow_was_killed(stack, tiny_rec
 
         killed.append(stack.wait_for("killed", reached)["pid"])
         _kill(stack, "killed", "flow")
-        out, _ = following.communicate(timeout=300)
+        out = stack.end_of(following)
         assert following.returncode == 1 and "The same command continues it" in out, f"{stage}: {out}"
     again = stack.headrace("run", str(tiny_recipe), "--campaign", "killed")
     assert again.returncode == 0, again.stdout + again.stderr
@@ -90,7 +90,7 @@ def test_new_rollout_engines_while_the_trainer_may_be_a_step_ahead(stack, tiny_r
     stack.wait_for("ahead", lambda p: p.get("iteration", -1) >= 2 and p["stage"] == "train")
     for what in ("flow", "rollout"):
         _kill(stack, "ahead", what)
-    following.communicate(timeout=300)
+    stack.end_of(following)
     again = stack.headrace("run", str(tiny_recipe), "--campaign", "ahead")
     assert again.returncode == 0, again.stdout + again.stderr
     _check(stack, "ahead")
@@ -101,7 +101,7 @@ def test_everything_is_killed_at_once(stack, tiny_recipe):
     stack.wait_for("all-dead", lambda p: p.get("iteration", 0) >= 3)
     for what in ("flow", "actor", "rollout", "worker", "server"):
         _kill(stack, "all-dead", what)
-    following.communicate(timeout=300)
+    stack.end_of(following)
     again = stack.headrace("run", str(tiny_recipe), "--campaign", "all-dead")
     assert again.returncode == 0, again.stdout + again.stderr
     _check(stack, "all-dead")

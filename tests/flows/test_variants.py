@@ -89,7 +89,7 @@ def test_a_kill_between_rounds_changes_nothing(stack, tiny_recipe, tmp_path):
     while following.poll() is None and not any(m.shard for m in store.manifests(1, "prompts")):
         time.sleep(0.01)
     os.kill(stack.progress("replaced-again")["pid"], signal.SIGKILL)
-    following.communicate(timeout=300)
+    stack.end_of(following)
     _finished(stack, store, stack.headrace("run", recipe, "--campaign", "replaced-again"))
     keys = [[m.key for m in s.manifests(2, "train")] for s in (store, stack.store("replaced"))]
     assert keys[0] == keys[1]
@@ -103,7 +103,7 @@ def test_on_s3(stack, tiny_recipe, tmp_path, s3_bucket):
         "access_key_id='test', secret_access_key='test').save('bucket', overwrite=True)"
     )
     env = {**os.environ, "PREFECT_API_URL": stack.state["api"]}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=300)
     recipe = _recipe(tmp_path, tiny_recipe, "on-s3", store="block:bucket", weights={"transport": "store"})
     done = stack.headrace("run", recipe)
     _finished(stack, Store(f"{s3_bucket}/campaigns/on-s3"), done)
@@ -128,7 +128,7 @@ def test_a_disk_that_fills_up(stack, tiny_recipe, tmp_path):
         with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
             while True:
                 file.write(bytes(1 << 12))
-        out, _ = following.communicate(timeout=480)
+        out = stack.end_of(following)
         assert following.returncode == 1 and "No space left" in out and "free" in out, out
         assert "Traceback" not in out
         ballast.unlink()

@@ -35,12 +35,12 @@ def test_an_engine_that_is_killed_costs_seconds_and_no_group(stack, tiny_recipe,
     recipe["rollout"]["backend"] |= {"kv_cache_memory_bytes": 100_000_000, "max_num_seqs": 128}
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(recipe))
     following = stack.start("run", str(tmp_path / "two.yaml"))
-    stack.wait_for("two", lambda p: "iteration" in p and p["stage"] == "generate", within_s=400)
+    stack.wait_for("two", lambda p: "iteration" in p and p["stage"] == "generate")
     time.sleep(0.5)
     store = stack.store("two")
     before = json.loads(store.get("leases/rollout-1.json"))
     os.kill(before["pid"], signal.SIGKILL)
-    out, _ = following.communicate(timeout=400)
+    out = stack.end_of(following)
     assert following.returncode == 0, out
     ledger = Ledger(store)
     ledger.verify()

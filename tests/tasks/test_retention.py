@@ -63,7 +63,7 @@ def test_a_deletion_killed_at_any_step_leaves_no_half_version_that_counts(tmp_pa
     for step in itertools.count():
         for number in range(1, 6):
             fill(shelf, number)
-        code = subprocess.run([sys.executable, "-c", TIDY, tmp_path, str(step)], timeout=60).returncode
+        code = subprocess.run([sys.executable, "-c", TIDY, tmp_path, str(step)], timeout=300).returncode
         for number in shelf.complete():
             assert len(list((tmp_path / shelf.path(number)).iterdir())) == 3, "a version that counts is whole"
         if code == 0:

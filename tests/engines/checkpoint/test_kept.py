@@ -239,7 +239,7 @@ finally:
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    ran = subprocess.run([sys.executable, "-c", DISK_FULL, tmp_path], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", DISK_FULL, tmp_path], capture_output=True, text=True, timeout=300)
     last = ran.stderr.strip().splitlines()[-1]
     assert "WeightError: weight version 3: cannot write" in last
     assert "Nothing was committed. Free space there" in last

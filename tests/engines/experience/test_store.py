@@ -190,7 +190,7 @@ Store(sys.argv[1]).write_table("e/big.arrow", pa.table({"x": pa.array(range(1_00
 
 
 def test_a_full_disk_is_told_and_nothing_is_half_written(tmp_path: Path) -> None:
-    ran = subprocess.run([sys.executable, "-c", DISK_FULL, tmp_path], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", DISK_FULL, tmp_path], capture_output=True, text=True, timeout=300)
     last = ran.stderr.strip().splitlines()[-1]
     assert f"cannot write {tmp_path}/e/big.arrow" in last
     assert "Nothing was committed. Free space there" in last
@@ -207,7 +207,7 @@ with Store(sys.argv[1]).writing("a/b") as sink:
 
 
 def test_a_killed_writer_leaves_no_file_under_its_name(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", KILLED, tmp_path], timeout=60)
+    subprocess.run([sys.executable, "-c", KILLED, tmp_path], timeout=300)
     store = Store(str(tmp_path))
     assert not store.exists("a/b")
     assert store.paths("a") == []
@@ -217,7 +217,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:
     hide = (
         "import sys; sys.modules['s3fs'] = None\nfrom headrace.engines.experience.store import Store\nStore('s3://b/p')"
     )
-    ran = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, timeout=300)
     assert "pip install 'headrace[s3]'" in ran.stderr.strip().splitlines()[-1]
 
 
@@ -250,7 +250,7 @@ def test_the_key_is_that_of_the_content() -> None:
 
 def test_torch_is_not_imported() -> None:
     code = "import sys, headrace.engines.experience.ledger; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_a_part_names_no_file_outside(store: Store) -> None:
