@@ -49,7 +49,7 @@ def generate(spec: ReasoningGym) -> dict[str, list[tuple[int, dict[str, Any]]]]:
 def main() -> int:
     spec = ReasoningGym.model_validate_json(sys.stdin.buffer.read())
     # A task that prints, and Python's warnings, must not mix into the answer.
-    answer = os.fdopen(os.dup(1), "w")
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
         halves = generate(spec)

@@ -24,12 +24,11 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-GUARD_S = 480.0
-"""Ends what hangs; no test is about it. On a slow machine a campaign takes minutes."""
-
-
 class Stack:
     """What a test needs of the running stack."""
+
+    guard_s = 480.0
+    """Ends what hangs; no test is about it. On a slow machine a campaign takes minutes."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -43,7 +42,7 @@ class Stack:
 
     def headrace(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "headrace.deployments.cli", *words]
-        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=GUARD_S, check=False)
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=self.guard_s, check=False)
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "headrace.deployments.cli", *words]
@@ -51,7 +50,7 @@ class Stack:
 
     def end_of(self, started: subprocess.Popen[str]) -> str:
         """What it printed, when it has ended."""
-        return started.communicate(timeout=GUARD_S)[0]
+        return started.communicate(timeout=self.guard_s)[0]
 
     def ask(self, verb: str, path: str, body: Any = None) -> Any:
         """The Prefect server's answer."""
@@ -65,7 +64,7 @@ class Stack:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def wait_for(self, campaign: str, reached: Callable[[dict], bool]) -> dict:
-        end = time.monotonic() + GUARD_S
+        end = time.monotonic() + self.guard_s
         while time.monotonic() < end:
             if reached(p := self.progress(campaign)):
                 return p

@@ -77,7 +77,7 @@ def test_the_gate_alone(stack, tiny_recipe, tmp_path):
         env={**stack.env, "PREFECT_API_URL": stack.state["api"]},
         capture_output=True,
         text=True,
-        timeout=480,
+        timeout=stack.guard_s,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -78,9 +78,11 @@ def test_what_cannot_be_generated_says_what_to_change(fields, words):
 
 
 def test_errors_come_out_of_the_generating_process(monkeypatch):
-    monkeypatch.setenv("PYTHONVERBOSE", "1")  # whatever else is on its stderr, as warnings are
-    with pytest.raises(DataError, match=r"^reasoning-gym has no task 'gdc'; near: gcd"):
-        load_splits(_spec("gdc"))
+    # Whatever else is on its stderr, as warnings are; and whatever the terminal's encoding is, here ASCII.
+    for name, value in {"PYTHONVERBOSE": "1", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DataError, match=r"^reasoning-gym has no task 'gcd–'; near: gcd"):
+        load_splits(_spec("gcd–"))
     with pytest.raises(DataError, match="too few different problems"):
         load_splits(_spec("coin_flip", config={"min_trials": 3, "max_trials": 3}, held_out=50))
 

@@ -49,7 +49,9 @@ def test_as_fast_as_a_pool_that_cannot_be_killed():
             (_seconds(lambda: pool.score(SUMS)), _seconds(lambda: list(peer.map(asdict, SUMS)))) for _ in range(20)
         ]
     ours, theirs = (statistics.median(side) for side in zip(*rounds, strict=True))
-    assert ours < 2 * theirs, f"64 samples took {ours * 1e3:.1f} ms, the standard library's pool {theirs * 1e3:.1f} ms"
+    assert ours < 1.5 * theirs, (
+        f"64 samples took {ours * 1e3:.1f} ms, the standard library's pool {theirs * 1e3:.1f} ms"
+    )
 
 
 def test_scores_in_order_and_leaves_no_process():

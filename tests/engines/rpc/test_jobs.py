@@ -183,8 +183,9 @@ def test_an_engine_that_leaves_is_lost_to_who_waits_for_its_jobs(engine):
             for id in ("running", "queued"):  # the server has one worker
                 await c._request("POST", "/jobs", json={"id": id, "method": "wait", "params": {}})
             jobs = [asyncio.create_task(c.call("wait", {}, job_id=id, deadline_s=10)) for id in ("running", "queued")]
-            while (await other.health())["running"] != ["running"]:
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(10):
+                while (await other.health())["running"] != ["running"]:
+                    await asyncio.sleep(0.02)
             await other.shutdown()
             with pytest.raises(EngineLost):
                 await other.call("wait", {}, job_id="late", deadline_s=10)
