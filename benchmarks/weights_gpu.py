@@ -26,43 +26,46 @@ from benchmarks import weights_vllm
 from benchmarks.weights_figures import Metas, copy_seconds, hash_seconds, metas_of, nbytes_of, random_model, show
 from headrace.blocks.weights import WeightSource
 from headrace.engines.checkpoint import WeightError, publish, pull, release, reserve
-from headrace.engines.checkpoint.copying import copy_all
 from headrace.engines.checkpoint.hashes import hash_of
 
 COPY_SHARE = 0.8
 """Bound: of the bare copy's bandwidth."""
+BUSY = 20_000_000
+"""Cycles of the GPU: some 10 ms."""
 
 
-def receiver(pipe: Connection, device: str, metas: Metas, timed: bool) -> None:
-    """A process that pulls what it is told, into parameters of its own; answers with Served and a checksum.
-
-    timed: its copies are its own, so that they can be timed; else the bytes go where they are used, as in the engines.
-    """
+def receiver(pipe: Connection, device: str, metas: Metas) -> None:
+    """A process that pulls what it is told, into parameters of its own, as vLLM's worker does; answers with Served, the
+    time of its end and the seconds of its copies, where they are to be timed, and then with a checksum."""
     torch.cuda.set_device(device)
     parameters = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, _, shape in metas}
     expect = {name: (dtype, shape) for name, dtype, shape in metas}
-
-    waiting: list[tuple[Tensor, Tensor]] = []
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    timed = under_way = False
 
-    def load(name: str, tensor: Tensor) -> None:
-        waiting.append((parameters[name], tensor))
+    def place(name: str) -> Tensor:
+        nonlocal under_way
+        if timed and not under_way:  # of a partition the first
+            under_way = True
+            torch.cuda._sleep(BUSY)  # the GPU has something to do until all its copies are queued
+            events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            events[-1][0].record()
+        return parameters[name]
 
     def settle() -> None:
-        if waiting:
-            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            began.record()
-            targets, parts = zip(*waiting, strict=True)
-            copy_all(targets, parts)
-            ended.record()
-            events.append((began, ended))
-        waiting.clear()
+        nonlocal under_way
+        if under_way:
+            events[-1][1].record()
+        under_way = False
+
+    def load(name: str, tensor: Tensor) -> None:
+        raise RuntimeError(f"{name} has a place")
 
     pipe.send("ready")
-    while (source := pipe.recv()) is not None:
+    while (told := pipe.recv()) is not None:
+        source, timed = told
         events.clear()
         try:
-            place = None if timed else parameters.get
             served = pull(source, load, expect=expect, device=device, settle=settle, place=place)
         except WeightError as error:
             pipe.send(error)
@@ -84,7 +87,8 @@ def hear(pipe: Connection) -> Any:
 
 
 def between(transport: str, size: str, source: str, target: str, partition_mb: int, rounds: int) -> dict[str, Any]:
-    """Seconds of each round but the first, from the first tensor to the confirmed digest."""
+    """Seconds of each round but the first, from the first tensor to the confirmed digest. On one GPU, in rounds of
+    their own, also seconds of the receiver's copies."""
     metas = metas_of(size)
     model = random_model(metas, source)
     torch.cuda.set_device(source)
@@ -92,18 +96,20 @@ def between(transport: str, size: str, source: str, target: str, partition_mb: i
     address = str(Path(tempfile.mkdtemp()) / "w.sock") if local else reserve("127.0.0.1")
     context = get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=receiver, args=(theirs, target, metas, source == target), daemon=True)
+    process = context.Process(target=receiver, args=(theirs, target, metas), daemon=True)
     process.start()
     theirs.close()  # else its end would not be heard
     seconds: list[float] = []
     copies: list[float] = []
     try:
         hear(pipe)
-        for version in range(rounds + 1):
+        for version in range(1 + rounds * (2 if source == target else 1)):
+            timed = version > rounds
             with torch.no_grad():
                 model["embed"].add_(1.0)
             torch.cuda.synchronize()
-            pipe.send(WeightSource(version=version, transport=transport, address=address))  # pyright: ignore[reportArgumentType]
+            pulled = WeightSource(version=version, transport=transport, address=address)  # pyright: ignore[reportArgumentType]
+            pipe.send((pulled, timed))
             time.sleep(0.05)  # the receiver waits by now
             began = time.perf_counter()
             manifest = publish(
@@ -122,13 +128,15 @@ def between(transport: str, size: str, source: str, target: str, partition_mb: i
             served, ended, copied = answer
             if served.digest != manifest.digest or hear(pipe) != float(sum(p.double().sum() for p in model.values())):
                 raise RuntimeError("the receiver has other weights")
-            seconds.append(ended - began)
-            copies.append(copied)
+            if timed:
+                copies.append(copied)
+            else:
+                seconds.append(ended - began)
     finally:
         process.kill()
         process.join()
         release(address)
-    return {"seconds": seconds[1:], "copies": copies[1:], "first": seconds[0], "nbytes": nbytes_of(metas)}
+    return {"seconds": seconds[1:], "copies": copies, "first": seconds[0], "nbytes": nbytes_of(metas)}
 
 
 def compare(
@@ -152,7 +160,7 @@ def compare(
                 except (WeightError, RuntimeError) as error:
                     show(transport, size=size, partition_mb=partition_mb, failed=str(error)[:400])
                     continue
-                middle, copied = statistics.median(run["seconds"]), statistics.median(run["copies"])
+                middle, copied = (statistics.median(run[part] or [0.0]) for part in ("seconds", "copies"))
                 # Over a link it is everything from the first tensor on; on one GPU it is what the receiver copies.
                 transfer = copied if source == target else middle
                 shares.append(floor / transfer)

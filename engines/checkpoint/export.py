@@ -11,14 +11,15 @@ from torch import Tensor
 
 from headrace.blocks.fp8 import quantised, scales_name
 from headrace.blocks.weights import Partition, Plan, Quantization, WeightManifest
-from headrace.engines.checkpoint.copying import CACHED, LARGE, copy_small
+from headrace.engines.checkpoint.copying import CACHED, LARGE, copy_all
 from headrace.engines.checkpoint.errors import WeightError
 from headrace.engines.checkpoint.fp8 import to_blocks
 from headrace.engines.checkpoint.hashes import Hashing
 from headrace.engines.checkpoint.plan import Cut, Planned, digest_of_hashes, dtype_name, wire
 
 _TOGETHER = 64 << 20
-"""Bytes of small tensors whose copies are queued on a GPU at a time, so that they are alive together."""
+"""Bytes of tensors, or a quarter of a slot if that is more, whose copies are queued on a GPU at a time, so that they
+are alive together."""
 _NONE = torch.empty(0)
 _END = "nothing", torch.float32, _NONE
 
@@ -70,7 +71,7 @@ class Sender(Protocol):
 
 class Export:
     """Reads the iterator once, in the plan's order, and casts into the partitions: one tensor is alive at a time, on a
-    GPU also those of 64 MiB."""
+    GPU also those of 64 MiB or a quarter of a slot."""
 
     def __init__(
         self,
@@ -122,22 +123,23 @@ class Export:
         return state.hexdigest()
 
     def _fill_gpu(self, cuts: list[Cut], memory: Tensor) -> None:
-        # On one stream: what the iterator made may get its memory back as soon as its copy is queued.
-        small: list[tuple[Tensor, Tensor]] = []
+        # What the iterator made may get its memory back as soon as its copy is queued: the stream that made it waits.
+        waiting: tuple[list[Tensor], list[Tensor]] = [], []
         held = 0
         with torch.no_grad():
             for cut, room in zip(cuts, memory.split_with_sizes([cut.nbytes for cut in cuts]), strict=True):
                 target, part = room.view(cut.dtype), self._values(cut)
-                if cut.total >= LARGE or part.device != memory.device:
+                if part.device != memory.device or (part.dtype != cut.dtype and cut.total >= LARGE):
                     target.copy_(part)
                 else:
-                    small.append((target, part))
+                    waiting[0].append(target)
+                    waiting[1].append(part)
                     held += part.nbytes
-                if held >= _TOGETHER:
-                    copy_small(small)
-                    small, held = [], 0
+                if held >= max(_TOGETHER, memory.numel() // 4):
+                    copy_all(*waiting)
+                    waiting, held = ([], []), 0
                 del part  # before the next one is made
-            copy_small(small)
+            copy_all(*waiting)
 
     def _values(self, cut: Cut) -> Tensor:
         """What goes into the slice: values of any dtype, flat."""

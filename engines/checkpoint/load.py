@@ -12,6 +12,7 @@ from torch import Tensor
 from headrace.blocks.weights import Adapter, Partition, Plan
 from headrace.engines.checkpoint.copying import copy_all
 from headrace.engines.checkpoint.errors import WeightError
+from headrace.engines.checkpoint.hashes import begin_hash
 from headrace.engines.checkpoint.plan import Cut, metas_of
 
 Sink = Callable[[str, Tensor], None]
@@ -126,6 +127,15 @@ class Assembler:
         self.landed(partition)
         if data.device.type != "cpu":
             torch.cuda.current_stream(data.device).synchronize()  # what was queued still reads the bytes
+
+    def feed_hashed(self, partition: Partition, data: Tensor, places: Sequence[Tensor]) -> str:
+        """As ``feed``, of data in a GPU's memory whose slices all have places; returns its hash (``sums``). One wait
+        for the GPU, not two."""
+        copy_all(places, data.split_with_sizes([cut.nbytes for cut in self._cuts[partition.index]]))
+        self.landed(partition)
+        hashed = begin_hash(data, "sums")
+        torch.cuda.current_stream(data.device).synchronize()  # what was queued still reads the bytes
+        return hashed()
 
     def landed(self, partition: Partition) -> None:
         """All of it is in its places."""

@@ -13,7 +13,7 @@ from headrace.engines.checkpoint.carriers.group import held
 from headrace.engines.checkpoint.carriers.names import SLOTS
 from headrace.engines.checkpoint.copying import copy_all_hashed
 from headrace.engines.checkpoint.delta import Kept, kept_for
-from headrace.engines.checkpoint.hashes import begin_hash, hash_of
+from headrace.engines.checkpoint.hashes import hash_of
 from headrace.engines.checkpoint.link import Link
 from headrace.engines.checkpoint.load import (
     Assembler,
@@ -132,11 +132,11 @@ class _Pull:
             if data is not None and host is not None:
                 found = copy_all_hashed(host, data)
             elif data is not None and not found:
-                hashed = begin_hash(data, self._hashing)
-                if fed := self._hashing == "sums" and all(place is not None for place in came.places):
-                    # One wait for the GPU, not two.
-                    assembler.feed(partition, data, came.places)
-                found = hashed()
+                placed = [place for place in came.places if place is not None]
+                if fed := self._hashing == "sums" and len(placed) == len(came.places):
+                    found = assembler.feed_hashed(partition, data, placed)
+                else:
+                    found = hash_of(data, self._hashing)
             self._verify(found, came.announced, partition, listens=self.intake.instant)
             self.hashes.append(found)
             if data is None or host is not None:
