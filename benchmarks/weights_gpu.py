@@ -31,7 +31,7 @@ from headrace.engines.checkpoint.hashes import hash_of
 COPY_SHARE = 0.8
 """Bound: of the bare copy's bandwidth."""
 BUSY = 20_000_000
-"""Cycles of the GPU: some 10 ms."""
+"""Cycles of the GPU: some 10 ms. Should Python need longer, the time that the GPU waits for it counts as copies."""
 
 
 def receiver(pipe: Connection, device: str, metas: Metas) -> None:
@@ -65,6 +65,7 @@ def receiver(pipe: Connection, device: str, metas: Metas) -> None:
     while (told := pipe.recv()) is not None:
         source, timed = told
         events.clear()
+        under_way = False  # a pull that failed may have left it
         try:
             served = pull(source, load, expect=expect, device=device, settle=settle, place=place)
         except WeightError as error:
